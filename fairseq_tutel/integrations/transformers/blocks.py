@@ -13,10 +13,6 @@ from ...moe.torch_modes import hooks_of
 from .experts import Projections
 
 
-def _always(gate: nn.Module) -> bool:
-    return True
-
-
 def _if_asked(gate: nn.Module) -> bool:
     return bool(gate.norm_topk_prob)
 
@@ -27,11 +23,11 @@ def _if_asked(gate: nn.Module) -> bool:
 # SPARSE_BLOCKS["MySparseBlock"] = lambda gate: True.
 SPARSE_BLOCKS: dict[str, Callable[[nn.Module], bool]] = {
     "FlexOlmoSparseMoeBlock": _if_asked,
-    "MiniMaxSparseMoeBlock": _always,
-    "MixtralSparseMoeBlock": _always,
+    "MiniMaxSparseMoeBlock": lambda gate: True,
+    "MixtralSparseMoeBlock": lambda gate: True,
     "OlmoeSparseMoeBlock": _if_asked,
     "Qwen3MoeSparseMoeBlock": _if_asked,
-    "Qwen3VLMoeTextSparseMoeBlock": _always,
+    "Qwen3VLMoeTextSparseMoeBlock": lambda gate: True,
 }
 
 # Class of a block that is refused -> reason.
@@ -94,9 +90,9 @@ class SparseBlock(NamedTuple):
 
 
 def declared(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> Description:
-    """Return the description of a block of SPARSE_BLOCKS, with the caller's options of routing.
+    """Return the description of a block of SPARSE_BLOCKS, or raise ValueError.
 
-    ValueError, which names the block, is raised if it cannot be replaced.
+    ``allowed`` are the caller's options of routing.
     """
     normalized = SPARSE_BLOCKS[type(block).__name__](block.gate)
     if normalized and block.gate.top_k == 1:
@@ -117,7 +113,7 @@ def declared(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> Descrip
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the sparse blocks of a model by name: modules with experts, as transformers has them.
 
-    ValueError is raised if the model has none, or one that is refused, or is quantised.
+    Raise ValueError if the model has none, or one that is refused, or is quantised.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:

@@ -62,7 +62,11 @@ def recognize(block: nn.Module, num_experts: int) -> Description:
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(0)
             probe = _make_probe(block)
-            shape = num_experts, _width_of_tokens(getattr(probe, router), num_experts)
+            matrices = [p for p in getattr(probe, router).parameters() if p.dim() == 2]
+            widths = [p.shape[1] for p in matrices if p.shape[0] == num_experts]
+            if not widths:
+                raise _Unknown
+            shape = num_experts, widths[0]
             runs = [_run(probe.train(mode), router, *shape) for mode in (False, True)]
             return _describe(probe, Description(router, shared=shared, shared_gate=gate), runs)
     except _Unknown:
@@ -82,14 +86,6 @@ def _make_probe(block: nn.Module) -> nn.Module:
         if tensor.is_floating_point() and tensor.numel() > 1:
             tensor.normal_(0, 0.3 if tensor.squeeze().dim() == 1 else tensor.shape[-1] ** -0.5)
     return probe
-
-
-def _width_of_tokens(router: nn.Module, num_experts: int) -> int:
-    matrices = [param for param in router.parameters() if param.dim() == 2]
-    widths = [param.shape[1] for param in matrices if param.shape[0] == num_experts]
-    if not widths:
-        raise _Unknown
-    return widths[0]
 
 
 def _run(probe: nn.Module, router: str, num_experts: int, model_dim: int) -> _Run:
@@ -120,7 +116,11 @@ def _run(probe: nn.Module, router: str, num_experts: int, model_dim: int) -> _Ru
 def _describe(probe: nn.Module, parts: Description, runs: list[_Run]) -> Description:
     """Complete the description by what the runs have in common; _Unknown if they have nothing."""
     router = getattr(probe, parts.router)
-    biases = _biases(probe, runs[0].logits.shape[-1])
+    tensors = dict([*probe.named_parameters(), *probe.named_buffers()])
+    num_experts = runs[0].logits.shape[-1]
+    biases = {name: each for name, each in tensors.items() if each.numel() == num_experts}
+    inside = tuple(f"{name}." for name in (parts.router, parts.shared, parts.shared_gate) if name)
+    outside = {name for name in tensors if not name.startswith(inside)}
     for run in runs:
         hidden, _, _ = run.given
         if not torch.equal(hidden, run.x.flatten(0, 1)):
@@ -131,9 +131,10 @@ def _describe(probe: nn.Module, parts: Description, runs: list[_Run]) -> Descrip
         if None in scales or abs(scales[0] / scales[1] - 1) > 1e-4:
             continue
         options["route_scale"] = _stated(scales[0], router, probe) * _stated(scale, probe)
-        _check_tensors(probe, parts, bias)
         extra = runs[0].router_args[1:]
         if len(extra) > 1 or (extra and not (bias and extra[0] is biases[bias])):
+            raise _Unknown
+        if outside - {bias}:  # a layer would lose these tensors
             raise _Unknown
         return parts._replace(
             routing=options,
@@ -142,12 +143,6 @@ def _describe(probe: nn.Module, parts: Description, runs: list[_Run]) -> Descrip
             sequences=runs[0].router_args[0].dim() == 3,
         )
     raise _Unknown
-
-
-def _biases(probe: nn.Module, num_experts: int) -> dict[str, Tensor]:
-    """Return the tensors with a number for each expert by path, outside the experts."""
-    tensors = (*probe.named_parameters(), *probe.named_buffers())
-    return {name: each for name, each in tensors if each.numel() == num_experts}
 
 
 def _candidates(
@@ -209,14 +204,6 @@ def _stated(measured: float, *modules: nn.Module) -> float:
     stated = [v for m in modules for v in vars(m).values() if type(v) in (int, float)]
     near = [float(v) for v in (1.0, *stated) if abs(v - measured) < 1e-4 * abs(measured)]
     return near[0] if near else round(measured, 6)
-
-
-def _check_tensors(probe: nn.Module, parts: Description, bias: str) -> None:
-    """Raise _Unknown if the block has tensors outside the parts, which a layer would lose."""
-    inside = tuple(f"{name}." for name in (parts.router, parts.shared, parts.shared_gate) if name)
-    tensors = (*probe.named_parameters(), *probe.named_buffers())
-    if any(name != bias and not name.startswith(inside) for name, _ in tensors):
-        raise _Unknown
 
 
 @torch.no_grad()

@@ -84,7 +84,9 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
         prefix = name if experts is block else f"{name}.experts"
         state |= {f"{prefix}.{key}": tensor for key, tensor in empty.items()}
         for path, _ in _kept(layer, parts):
-            _rename(state, f"{name}.{_path_in_layer(path, parts)}.", f"{name}.{path}.")
+            old = f"{name}.{_path_in_layer(path, parts)}."
+            for key in [key for key in state if key.startswith(old)]:
+                state[f"{name}.{path}.{key.removeprefix(old)}"] = state.pop(key)
         bias = state.pop(f"{name}.gate.load_bias", None)
         if parts.bias and bias is not None:
             like = tensor_at(block, parts.bias)
@@ -136,11 +138,6 @@ def _kept(layer: MoELayer, parts: Description) -> Iterator[tuple[str, nn.Module]
 def _path_in_layer(path: str, parts: Description) -> str:
     places = {parts.router: "gate.wg", parts.shared: "shared_expert.expert"}
     return places.get(path, "shared_expert.gate")
-
-
-def _rename(state: dict[str, Tensor], old: str, new: str) -> None:
-    for key in [key for key in state if key.startswith(old)]:
-        state[new + key.removeprefix(old)] = state.pop(key)
 
 
 def _join_experts(state: dict[str, Tensor], prefix: str, into: Projections) -> None:

@@ -63,11 +63,7 @@ class MoETrainer(Trainer):
         training.prepare_data_parallel(self.model)
         if self.accelerator.scaler is not None:  # one rank's overflow: all ranks skip the step
             self.accelerator.scaler = training.grad_scaler(self.args.device.type)
-        configs = [layer.config for layer in moe_layers(self.model).values()]
-        if any(config.moves_load_bias for config in configs):
-            self.add_callback(_MoveLoadBias(self))
-        if any(config.balance_scope == "update" for config in configs):
-            self.add_callback(_EndUpdate())
+        self.add_callback(_Updates(self))
         self._passes: list[training.AuxLosses] | None = None
 
     def _check_arguments(self) -> None:
@@ -144,26 +140,23 @@ class MoETrainer(Trainer):
         training.load_checkpoint(f"{self.state.best_model_checkpoint}/{_FILE}", self.model)
 
 
-class _MoveLoadBias(TrainerCallback):
-    """Callback that moves the load biases after each step of the optimizer."""
+class _Updates(TrainerCallback):
+    """Callback that moves load biases after each step, and begins updates of balance losses."""
 
     def __init__(self, trainer: MoETrainer):
-        self.trainer = trainer
+        configs = [layer.config for layer in moe_layers(trainer.model).values()]
+        self.trainer, self.moves = trainer, any(config.moves_load_bias for config in configs)
+        self.sums = any(config.balance_scope == "update" for config in configs)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer._passes = []
+        if self.sums:
+            training.end_update(self.trainer.model)
+        self.trainer._passes = [] if self.moves else None
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        if not self.trainer.accelerator.optimizer_step_was_skipped:
+        if self.moves and not self.trainer.accelerator.optimizer_step_was_skipped:
             training.update_load_bias(self.trainer.model, self.trainer._passes)
         self.trainer._passes = None
-
-
-class _EndUpdate(TrainerCallback):
-    """Callback that begins a new update of ``balance_scope="update"``."""
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        training.end_update(model)
 
 
 def _check_version() -> None:
