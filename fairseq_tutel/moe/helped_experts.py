@@ -7,7 +7,7 @@ in place of experts, and knows no helpers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,14 +27,6 @@ from .routing import Routing
 from .torch_modes import untraced
 
 
-class Balanced(NamedTuple):
-    """Substitutes of the routing, the experts and the exchange's counts in one step."""
-
-    routing: Routing  # its experts are pieces
-    experts: Any  # ExpertBank or HelpedExperts
-    chunks: list[tuple[torch.Tensor, Splits]]  # as from ``ExchangeAlgorithm.share_chunks``
-
-
 @untraced  # a trace sees neither collectives nor the host's plan
 def balanced(
     routing: Routing,
@@ -42,11 +34,12 @@ def balanced(
     choice: ExchangeChoice,
     x_TM: torch.Tensor,
     record: ExchangeRecord | None,
-) -> Balanced:
-    """Plan who helps whom in a step, and return what dispatch and combine then use. Collective.
+) -> tuple[Routing, Any, list[tuple[torch.Tensor, Splits]]]:
+    """Plan who helps whom in a step. Collective; the host reads the counts of all ranks.
 
-    The host reads the counts of all ranks. Rows of ``routing`` are ragged, in the order of the
-    experts. ``record`` takes the loads of the ranks, and what moves.
+    Rows of ``routing`` are ragged, in the order of the experts. ``record`` takes the loads of the
+    ranks, and what moves. Return the routing to pieces, the bank or :class:`HelpedExperts`, and the
+    counts of chunks as ``ExchangeAlgorithm.share_chunks`` does.
     """
     groups, degree = choice.exchange.groups, choice.overlap_degree
     device, rank = x_TM.device, groups.ep_rank
@@ -69,10 +62,10 @@ def balanced(
         record.loads_P = plan.load_P
         record.rows_helped = sum(move.end - move.begin for move in plan.moves if move.home == rank)
     if not plan.moves:
-        return Balanced(routing, experts, chunks)
+        return routing, experts, chunks
     moves = WeightMoves(plan.moves, groups, stream_of(device), record)
     helped = HelpedExperts(experts, moves, own_rows)
-    return Balanced(_to_pieces(routing, plan, rank), helped, chunks)
+    return _to_pieces(routing, plan, rank), helped, chunks
 
 
 def _to_pieces(routing: Routing, plan: BalancePlan, rank: int) -> Routing:

@@ -1,19 +1,12 @@
 """Data parallelism, clipping and checkpoints for any PyTorch loop with experts on several ranks.
 
 Experts are spread over the ranks, so wrappers, gradient norms and state dicts must treat them
-apart. The functions do it for any ``nn.Module``, with MoE layers or without. Build the model after
-``torch.distributed.init_process_group``. All ranks call a function, in the same order, unless its
-docstring says otherwise. README.md in this folder lists the functions by purpose;
-``scripts/examples/plain_pytorch.py`` is a complete loop.
+apart. Build the model after ``torch.distributed.init_process_group``. All ranks call a function, in
+the same order, unless its docstring says otherwise. README.md in this folder lists the functions by
+purpose; ``scripts/examples/plain_pytorch.py`` is a complete loop.
 """
 
-from .aux_losses import (
-    AuxLosses,
-    collect_aux,
-    end_update,
-    update_load_bias,
-    update_load_biases,
-)
+from .aux_losses import AuxLosses, collect_aux, end_update, update_load_bias, update_load_biases
 from .choices import record_choices, replay_choices
 from .data_parallel import (
     expert_parameters,
@@ -38,11 +31,7 @@ from .state.save_load import (
     save_checkpoint,
     save_state,
 )
-from .state.sharded_optimizer import (
-    own_optimizer_state,
-    shard_optimizer,
-    whole_optimizer_state,
-)
+from .state.sharded_optimizer import own_optimizer_state, shard_optimizer, whole_optimizer_state
 from .state.transforms import SAVE_TRANSFORMS, SaveTransform
 from .update_in_backward import BackwardUpdates, update_in_backward
 

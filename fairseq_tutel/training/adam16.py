@@ -106,9 +106,6 @@ class Adam16(torch.optim.Optimizer):
     Arithmetic is fp32 for fp32, fp16 and bf16 parameters alike. So it serves
     ``--memory-efficient-fp16``, ``--memory-efficient-bf16`` and, over fp32 copies, ``--fp16``. eps
     is added to the root of the second moment before its bias correction. Weight decay is decoupled.
-
-    Raises:
-        ValueError: lr, eps or weight_decay is below 0, or a beta is outside [0, 1).
     """
 
     # fairseq's MemoryEfficientFP16Optimizer would overwrite the loaded state with the raw one.
@@ -140,12 +137,8 @@ class Adam16(torch.optim.Optimizer):
         """Use one scale for all parts of a parameter that is spread over ranks.
 
         The joined statistics are then bit-identical to those of the whole parameter. Steps and the
-        loading of fp32 statistics become collective.
-
-        Args:
-            params: parameters of which this rank has a part.
-            reduce_max_: takes the maximum over the ranks with the other parts; called once per
-                step, also if a parameter has no gradient.
+        loading of fp32 statistics become collective: ``reduce_max_`` takes the maximum over the
+        ranks with parts of ``params``, once per step, also if a parameter has no gradient.
         """
         self._parts = frozenset(id(param) for param in params)
         self._reduce_max_ = reduce_max_ if self._parts else None

@@ -32,14 +32,11 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     recorded again.
 
     Args:
-        model (nn.Module): the model, wrapped or not.
+        model (nn.Module): the model, wrapped or not. No layer is called twice (RuntimeError).
 
     Yields:
         dict: choices [..., K] by layer name, int16 (int32 from 32767 experts) on the layer's
         device; :mod:`fairseq_tutel.moe.given_choices` explains negative numbers.
-
-    Raises:
-        RuntimeError: a layer is called twice, so that the second record would hide the first.
     """
     found: dict[str, torch.Tensor] = {}
     layers = moe_layers(model)
@@ -78,10 +75,7 @@ def replay_choices(model: nn.Module, choices: Mapping[str, torch.Tensor]) -> Ite
     Args:
         model (nn.Module): the model, wrapped or not.
         choices (dict): the result of :func:`record_choices`, on any device. Layers that it lacks
-            choose by themselves.
-
-    Raises:
-        ValueError: ``choices`` has a layer that the model lacks.
+            choose by themselves; ValueError for layers that the model lacks.
     """
     layers = moe_layers(model)
     if unknown := [name for name in choices if name not in layers]:

@@ -55,8 +55,8 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     A DistributedDataParallel around the model then leaves experts alone. Call it on the module that
     the host wraps: the LightningModule, or the module that ``torch.compile`` returned. torch's
     ``fully_shard`` also needs ``ignored_params=set(expert_parameters(model))``. Call it again
-    after you unfreeze experts or replace a layer; other layers do not change. Ranks that hold the
-    same expert start with the values of the first of them.
+    after you unfreeze experts or replace a layer. Ranks that hold the same expert start with the
+    values of the first of them.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
@@ -72,9 +72,8 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
             drift apart without an error. Turn it off if dense gradients may differ (local SGD).
 
     Raises:
-        ValueError: a layer was built for another number of ranks, for example before
-            ``torch.distributed.init_process_group``. During training, the model's forward pass
-            raises it if the ranks' dense gradients differ.
+        ValueError: a layer was built for another number of ranks. During training, the model's
+            forward pass raises it if the ranks' dense gradients differ.
     """
     layers = moe_layers(model).values()
     for layer in layers:
@@ -111,10 +110,9 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 def leave_experts_out(model: nn.Module) -> None:
     """Make a later DistributedDataParallel ignore experts; not collective.
 
-    For hosts that call :func:`reduce_expert_grads` in place of :func:`prepare_data_parallel`.
-
     Args:
-        model (nn.Module): the module that will be wrapped.
+        model (nn.Module): the module that a host will wrap that calls :func:`reduce_expert_grads`
+            in place of :func:`prepare_data_parallel`.
     """
     names = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for path, module in model.named_modules():

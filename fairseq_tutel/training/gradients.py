@@ -73,9 +73,6 @@ def reduce_expert_grads(
         groups (ExpertParallelGroups): placement of the experts.
         normalization (str): divisor of the sum over all ranks: ``world_size`` (default) or
             ``sqrt_world_size``, its square root.
-
-    Raises:
-        ValueError: the normalisation is unknown.
     """
     if normalization not in EXPERT_GRAD_NORMALIZATIONS:
         raise ValueError(
@@ -151,9 +148,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Returns:
         Tensor: the norm before clipping, fp32 scalar, the same on every rank.
-
-    Raises:
-        ValueError: experts are updated in the backward pass, before their norm is known.
     """
     model = unwrap(model)
     layers = moe_layers(model).values()

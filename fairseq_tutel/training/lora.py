@@ -37,9 +37,9 @@ def add_lora(
 ) -> list[nn.Parameter]:
     """Give the experts of all MoE layers low-rank updates, and freeze the rest; not collective.
 
-    Each weight W of each expert becomes ``W + alpha / rank * B @ A``. B begins as zero, so that the
-    model computes what it computed before. Call it after the model is built and loaded, and before
-    an optimizer, a wrapper or :func:`~fairseq_tutel.training.prepare_data_parallel`.
+    Each weight W of each expert becomes ``W + alpha / rank * B @ A``, where B begins as zero. Call
+    it after the model is built and loaded, and before an optimizer, a wrapper or
+    :func:`~fairseq_tutel.training.prepare_data_parallel`.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
@@ -92,9 +92,6 @@ def merge_lora(model: nn.Module) -> None:
 
     Args:
         model (nn.Module): a model with LoRA, not wrapped.
-
-    Raises:
-        ValueError: the model has no LoRA.
     """
     banks = _banks(model)
     for name, layer in _layers(model).items():
@@ -118,9 +115,6 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     Args:
         path (str or Path): the folder; it is made.
         model (nn.Module): a model with LoRA, wrapped or not.
-
-    Raises:
-        ValueError: the model has no LoRA, or the files cannot be written.
     """
     folder, found = Path(path), {}
     banks = _banks(model)
@@ -149,15 +143,13 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
 def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Load updates that :func:`save_lora` saved on any number of ranks; not collective.
 
-    A model without LoRA gets it, with the saved rank and alpha (:func:`add_lora`). An example is at
-    :func:`save_lora`.
+    A model without LoRA gets it, with the saved rank and alpha (:func:`add_lora`).
 
     Args:
         path (str or Path): the folder.
         model (nn.Module): a model with as many experts, wrapped if it has LoRA.
 
     Raises:
-        FileNotFoundError: the folder lacks a file.
         ValueError: the updates do not fit the model.
     """
     from safetensors import safe_open

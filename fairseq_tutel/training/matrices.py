@@ -21,14 +21,10 @@ class ExpertMatrix(nn.Parameter):
 
     Values and gradient are views of the stack's. Reducing, clipping or unscaling the gradients of
     the model's parameters changes them here, too.
-
-    Attributes:
-        stack (nn.Parameter): the stacked parameter, [e, A, B].
-        index (int): number of the matrix in the stack.
     """
 
-    stack: nn.Parameter
-    index: int
+    stack: nn.Parameter  # [e, A, B]
+    index: int  # number of the matrix in the stack
 
     @classmethod
     def of(cls, stack: nn.Parameter, index: int) -> ExpertMatrix:
@@ -62,8 +58,6 @@ def matrix_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split a model's trained parameters into single matrices and all others; not collective.
 
-    Call it after the model is on its device and in its dtype.
-
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
@@ -76,16 +70,14 @@ def matrix_parameters(
     optimizers)`` takes both.
 
     Args:
-        model (nn.Module): the model, wrapped or not, with or without MoE layers.
+        model (nn.Module): the model on its device and in its dtype, wrapped or not. Its experts, if
+            it has any, are not in slices.
         leave_out (str): regular expression; a matrix is among the others if the expression is found
             in its name (default None: all matrices are among the matrices).
 
     Returns:
         tuple of two lists: parameters [A, B], with one :class:`ExpertMatrix` per expert of a
         stacked weight; and the others, including the experts' stacked biases.
-
-    Raises:
-        ValueError: experts are in slices, so that a rank has a part of each matrix only.
     """
     model = unwrap(model)
     stacks: dict[int, bool] = {}  # id of a stacked parameter -> whether one expert's is a matrix

@@ -33,22 +33,7 @@ from .int8 import Int8
 from .stacked import Stacked, StackedExperts
 
 LORA_STORAGES = ("same", "bf16", "int8")
-_FACTORS = ("lora_A", "lora_B")
 _SCALE = "_scale"  # ending of the buffer with the scales of an int8 weight
-
-
-class _Factor(Stacked):
-    """Layout of A or B of a weight: ``rA`` or ``Br`` with the weight's dimensions ``BA``."""
-
-    def __init__(self, weight: Stacked, kind: str, rank: int):
-        outputs, inputs = weight.dims
-        dims = f"r{inputs}" if kind == "lora_A" else f"{outputs}r"
-        super().__init__(dims, *(f"{name.rpartition('.')[0]}.{kind}" for name in weight.names))
-        self.rank = rank
-
-    def shape(self, model_dim, hidden_dim):
-        sizes = {"M": model_dim, "F": hidden_dim, "r": self.rank}
-        return tuple(sizes[letter] for letter in self.dims)
 
 
 class LoRAExperts(StackedExperts):
@@ -93,15 +78,19 @@ class LoRAExperts(StackedExperts):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
         for name, weight in network.layout.items():
             if len(weight.dims) == 2:
-                for kind, factor in zip(_FACTORS, self._factor_names(name), strict=True):
-                    self._add(factor, _Factor(weight, kind, rank), getattr(self, name))
+                outputs, inputs = weight.dims
+                layers = [single.rpartition(".")[0] for single in weight.names]
+                a, b = self._factor_names(name)
+                like = getattr(self, name)
+                self._add(a, Stacked(f"r{inputs}", *(f"{x}.lora_A" for x in layers), r=rank), like)
+                self._add(b, Stacked(f"{outputs}r", *(f"{x}.lora_B" for x in layers), r=rank), like)
         self.mark()
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu"))
         self.reset_updates(seed)
         self.train(base.training)
 
-    def _add(self, name: str, factor: _Factor, weight: torch.Tensor) -> None:
+    def _add(self, name: str, factor: Stacked, weight: torch.Tensor) -> None:
         """Add A or B of a stacked weight, in fp32 (fp64 for fp64) on its device."""
         declare_slices(dict.fromkeys(factor.names, factor.slice_dim))
         self.layout[name] = factor
@@ -118,12 +107,12 @@ class LoRAExperts(StackedExperts):
     def _factor_names(weight: str) -> tuple[str, str]:
         """Return the names of A and B of a stacked weight."""
         stem = weight.removesuffix("_weight")
-        return f"{stem}_{_FACTORS[0]}", f"{stem}_{_FACTORS[1]}"
+        return f"{stem}_lora_A", f"{stem}_lora_B"
 
     @property
     def updates(self) -> dict[str, nn.Parameter]:
         """The trained parameters, A [e*n, r, ...] and B [e*n, ..., r] of each weight, by name."""
-        names = [name for name, stacked in self.layout.items() if isinstance(stacked, _Factor)]
+        names = [name for name, stacked in self.layout.items() if "r" in stacked.dims]
         return {name: getattr(self, name) for name in names}
 
     @torch.no_grad()
@@ -132,7 +121,7 @@ class LoRAExperts(StackedExperts):
         for name, factor in self.updates.items():
             layout: Any = self.layout[name]
             factor.zero_()
-            if name.endswith(_FACTORS[0]) and not factor.is_meta:
+            if name.endswith("lora_A") and not factor.is_meta:
                 shape = layout.shape(self.model_dim, self.hidden_dim)
                 device = torch.device("cpu") if self.draw_on_cpu else factor.device
                 for slot, expert in enumerate(self.expert_ids):
@@ -348,7 +337,7 @@ def _joined(factor: torch.Tensor, parts: int, name: str) -> torch.Tensor:
     if parts == 1:
         return factor
     parted = factor.unflatten(0, (-1, parts))
-    if name.endswith(_FACTORS[0]):
+    if name.endswith("lora_A"):
         return parted.flatten(1, 2)
     experts, _, outputs, rank = parted.shape
     whole = factor.new_zeros((experts, parts, outputs, parts, rank))

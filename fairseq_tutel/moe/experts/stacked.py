@@ -39,15 +39,16 @@ class Stacked:
         dims: dimensions of one expert's tensor: ``FM``, ``MF``, ``F`` or ``M``. Slices are cut
             along F. A tensor without F is added to the output.
         names: LAYER.KIND of the tensors of one expert; n of them are neighbours, [e*n, ...].
+        sizes: of other letters in ``dims``.
     """
 
-    def __init__(self, dims: str, *names: str):
-        self.dims = dims
-        self.names = names
+    def __init__(self, dims: str, *names: str, **sizes: int):
+        self.dims, self.names, self.sizes = dims, names, sizes
         self.slice_dim = dims.index("F") if "F" in dims else None
 
     def shape(self, model_dim: int, hidden_dim: int) -> tuple[int, ...]:
-        return tuple({"M": model_dim, "F": hidden_dim}[letter] for letter in self.dims)
+        sizes = {"M": model_dim, "F": hidden_dim, **self.sizes}
+        return tuple(sizes[letter] for letter in self.dims)
 
 
 def ffn_layout(*firsts: str, bias: bool = True) -> dict[str, Stacked]:

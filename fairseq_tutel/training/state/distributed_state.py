@@ -43,9 +43,6 @@ class DistributedState:
             experts.
         optimizer (torch.optim.Optimizer or list): one or several optimizers over its parameters
             (default None: weights only).
-
-    Raises:
-        ValueError: as :func:`~.save_load.save_checkpoint` and ``load_checkpoint``.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers | None = None):

@@ -67,9 +67,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         model (nn.Module): the model, wrapped or not.
         state (dict): result of :func:`full_state_dict` or of one process's ``state_dict()``, the
             same on every rank.
-
-    Raises:
-        ValueError: names or shapes do not fit.
     """
     model = unwrap(model)
     placements = placements_by_prefix(model)
@@ -93,10 +90,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 def gather_expert(
     value: torch.Tensor, key: str, groups: ExpertParallelGroups
 ) -> list[torch.Tensor] | None:
-    """Gather one tensor of an expert, or its slices, whole from all ranks on the first. Collective.
+    """Return one tensor of an expert of each rank, whole, on the first rank; None on others.
 
-    Returns:
-        the tensors of the ranks in their order; None on other ranks.
+    Collective.
     """
     if groups.num_slices > 1:
         wholes = {key: value}

@@ -104,9 +104,6 @@ class StateNames:
             (default: none).
         otherwise (str): advice for errors about state that does not fit (default: load the weights
             alone).
-
-    Raises:
-        ValueError: the optimizer holds a parameter that is in none of the modules.
     """
 
     def __init__(

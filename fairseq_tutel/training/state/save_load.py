@@ -63,9 +63,6 @@ def save_checkpoint(
 
     Returns:
         str: the absolute path X.pt.
-
-    Raises:
-        ValueError: the checkpoint cannot be saved; the message names the reason.
     """
     groups = placement_of(model)
     state = state_of_rank(model, optimizer, f"saving {path}")
@@ -79,8 +76,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_checkpoint` in place, on any number of ranks. Collective.
 
-    It also reads the weights of merged files and of sets that fairseq saved. An example is at
-    :func:`save_checkpoint`.
+    It also reads the weights of merged files and of sets that fairseq saved.
 
     Args:
         path (str or Path): X.pt.
@@ -159,9 +155,6 @@ def save_state(
 
     Returns:
         str: the absolute path.
-
-    Raises:
-        ValueError: the checkpoint cannot be saved; the message names the reason.
     """
     if groups.simulated:
         raise ValueError(f"not saving {path}: a simulated rank holds a part of the experts")
@@ -198,9 +191,6 @@ def load_state(
 
     Returns:
         dict: see :func:`fairseq_tutel.checkpoint.load_for_rank`.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or has another number of experts.
     """
     rank, world_size = process_world()
     is_chosen = groups.num_experts and groups.ep_size != min(groups.num_experts, groups.world_size)
@@ -246,11 +236,8 @@ def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
     False
 
     Args:
-        path (str or Path): X.pt.
-
-    Raises:
-        ValueError: some ranks see the checkpoint and others do not. They would start afresh while
-            the others wait for them.
+        path (str or Path): X.pt; ValueError if only some ranks see it, because the others would
+            start afresh while these wait.
     """
     seen = gather_texts("seen" if set_exists(os.fspath(path)) else None)
     missing = [rank for rank, text in enumerate(seen) if text is None]
