@@ -1,7 +1,5 @@
 """Read and check the arguments of :class:`~fairseq_tutel.moe.MoELayer` and of its calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Balance loss over the tokens of all ranks: of one forward pass, or of a whole update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

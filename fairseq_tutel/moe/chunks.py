@@ -4,8 +4,6 @@ Chunks are neighbours in the send buffer, so that sending one needs no copy. Wit
 is one chunk.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

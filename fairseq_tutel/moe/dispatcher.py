@@ -9,8 +9,6 @@ With r > 1 each row goes to r ranks, each with a part of its expert. The routing
 choices per token: dispatch writes the copies, combine adds the results in fp32.
 """
 
-from __future__ import annotations
-
 from typing import TypeGuard
 
 import torch

@@ -5,8 +5,6 @@ A recorded choice is the number of an expert, null experts included, before capa
 its gate value still counts with ``normalize_before_dropping``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

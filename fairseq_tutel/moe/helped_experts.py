@@ -5,8 +5,6 @@ experts becomes a routing to *pieces*, an expert's part on one rank. The exchang
 in place of experts, and knows no helpers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

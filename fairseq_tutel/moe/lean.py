@@ -12,8 +12,6 @@ weights. The expert's rank computes its output again, and returns the gradients 
 while the gradients of others travel.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard

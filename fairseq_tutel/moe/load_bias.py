@@ -16,8 +16,6 @@ Both subtract the mean of b afterwards, which changes no selection. The quantile
 histogram of the margin ``a_t - r_te``, which has the finest bins around 0.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 

@@ -1,7 +1,5 @@
 """Auxiliary losses of a router as pure functions, each computed from this rank's tokens alone."""
 
-from __future__ import annotations
-
 import torch
 
 from .. import ops

@@ -15,8 +15,6 @@ Poisson distributed; with n pairs per expert and rank, ``moe_drop`` at factor 1 
 sqrt(n).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Find the MoE layers of a model, wrapped or not."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

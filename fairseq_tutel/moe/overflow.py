@@ -6,8 +6,6 @@ pair of each token tries the token's next choice: K + 1, K + 2, ... A token neve
 twice, and no size depends on the data.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .. import ops

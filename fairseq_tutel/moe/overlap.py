@@ -11,8 +11,6 @@ gradients are computed once over all chunks, while the last gradients travel: fe
 additions than per chunk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Routing makes the counts anyway. Metrics are computed from them only when somebo
 (:mod:`.metrics`), because each small operation costs a launch on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -6,8 +6,6 @@ K*T rows at most, and ranks also exchange the counts. In both a capacity limits 
 expert, and both give the same results.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

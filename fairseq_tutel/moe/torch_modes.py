@@ -1,7 +1,5 @@
 """Helpers for modes of torch: autocast, checkpointing, hooks and tracing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Load of a layer's experts over an update (``balance_scope="update"``)."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -3,8 +3,6 @@
 Gradients pass straight through the rounding of rows, and are rounded themselves when they travel.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .. import ops

@@ -12,8 +12,6 @@ experts without rounding. If ranks hold parts of one parameter, :meth:`Adam16.sh
 their scales equal. Error bounds: ``backends/torch/adam.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports of a model's MoE layers (losses, counts, metrics), if the model does not return them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

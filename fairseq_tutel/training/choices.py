@@ -1,7 +1,5 @@
 """Record which experts a model's tokens go to, and route another pass by the record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Data parallelism for models with experts: dense parameters are replicated, experts are not."""
 
-from __future__ import annotations
-
 import functools
 
 from torch import nn

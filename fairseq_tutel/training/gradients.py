@@ -15,8 +15,6 @@ has (fc2's bias) are summed like replicas. The number of copies of a parameter d
 (:func:`~fairseq_tutel.distributed.copies_of`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

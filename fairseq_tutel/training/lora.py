@@ -4,8 +4,6 @@ Adapters are saved alone, as the peft library names its files and their tensors,
 global numbers. So adapters that any number of ranks saved are loaded by any number of ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of a training step: its kinds, and a readable error when the device has none left."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping

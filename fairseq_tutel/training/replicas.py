@@ -5,8 +5,6 @@ uses them. A norm or an overflow check over one rank's own experts changes the g
 number of steps, on that rank alone. Then nothing fails, but the ranks train W different models.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

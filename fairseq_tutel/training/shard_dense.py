@@ -6,8 +6,6 @@ of the mean of the ranks' losses, also with gradient accumulation
 (``model.set_requires_gradient_sync(False)`` for all but the last backward pass of a step).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from torch import nn

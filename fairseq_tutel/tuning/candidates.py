@@ -1,7 +1,5 @@
 """Candidates of the tuner, and the machine on which their times are valid."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ Evaluation uses the layers' own exchange, because its losses must not depend on 
 this folder has an example.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

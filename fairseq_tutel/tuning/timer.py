@@ -5,8 +5,6 @@ are complete. A backward pass is timed from a hook on the output to one on the i
 counts.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from typing import Any

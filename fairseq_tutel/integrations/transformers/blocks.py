@@ -1,7 +1,5 @@
 """Sparse blocks of transformers that can be replaced, and their descriptions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

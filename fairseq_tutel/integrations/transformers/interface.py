@@ -11,8 +11,6 @@ combined by this package's operators. Use :func:`~..replace_moe` for several ran
 of routing.
 """
 
-from __future__ import annotations
-
 from weakref import WeakKeyDictionary
 
 import torch

@@ -1,7 +1,5 @@
 """Parts of an MoE layer that are the model's own: router, chosen experts, shared expert."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

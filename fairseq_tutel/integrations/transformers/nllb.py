@@ -1,7 +1,5 @@
 """Repair of transformers' NllbMoe, which computes something else since transformers 5.0."""
 
-from __future__ import annotations
-
 import functools
 
 

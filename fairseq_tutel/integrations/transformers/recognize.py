@@ -5,8 +5,6 @@ The router gets random weights and is run in evaluation and in training. The opt
 it. What is left of its output must be the expert of all tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Iterator

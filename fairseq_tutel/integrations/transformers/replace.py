@@ -1,7 +1,5 @@
 """Replacement of sparse blocks by MoE layers with the same weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

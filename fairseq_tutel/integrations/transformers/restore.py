@@ -1,7 +1,5 @@
 """Restoration of a model, or of its state dict, to the form of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """transformers' Trainer for models with MoE layers."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 One file each; see base.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

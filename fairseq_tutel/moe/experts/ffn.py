@@ -1,7 +1,5 @@
 """Feed-forward experts of fairseq's ``moe`` branch, and the shared expert of all tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

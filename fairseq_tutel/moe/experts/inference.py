@@ -13,8 +13,6 @@ weights takes most of the time.
 The gate, attention, embeddings and the dtype of the rows do not change.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -12,8 +12,6 @@ This saves nothing for networks other than ffn, swiglu and geglu, for slices, an
 autograd then keeps the sums until the backward pass, and computes whole gradients of them.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

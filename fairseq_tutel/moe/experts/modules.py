@@ -1,7 +1,5 @@
 """Experts that are the user's own modules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Find the blocks that are replaced, and put MoE layers in their places."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Collection

@@ -5,8 +5,6 @@ a last projection of zeros, for example, every block gives zeros. The caller's r
 autocast and gradient mode are left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """Find the built-in network of experts that computes what a block does."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Routers by name: ``--moe-router``, ``MoELayer(router=...)``; one file each, see base.py."""
 
-from __future__ import annotations
-
 from ...config import ROUTERS, MoEConfig, Options, above, at_least, option
 from .base import Router, TopKRouter
 from .cosine import CosineRouter

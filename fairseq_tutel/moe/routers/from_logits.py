@@ -9,8 +9,6 @@ extends its top-2 rules. Differences:
 - Evaluation is deterministic: ``sampling`` and ``random`` take the next best expert.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 DeepSeek-V3, arXiv 2412.19437, section 2.1.2; there a group is the experts of a node.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ...config import MoEConfig

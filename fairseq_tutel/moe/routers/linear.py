@@ -3,8 +3,6 @@
 Products of half tokens are fp32 and are not rounded to half, forward and backward.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Models with experts in ``torch.distributed.checkpoint``."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping

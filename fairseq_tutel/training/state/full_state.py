@@ -1,7 +1,5 @@
 """State dicts with the experts of all ranks, for hosts that export or compare a whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -6,8 +6,6 @@ inspects, merges and reshards sets. A model without experts is one file, ``X.pt`
 shared file system.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

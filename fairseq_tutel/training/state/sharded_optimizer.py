@@ -11,8 +11,6 @@ Files do not change: rank 0 gathers the whole state on its CPU when a set is wri
 keeps this rank's part of the whole state.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

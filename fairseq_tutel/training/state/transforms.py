@@ -5,8 +5,6 @@ call all transforms, in the order of the list. Loading needs no other rank: bank
 :class:`~.optimizer_state.StateNames` take their slice of a whole, memory-mapped expert.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ their noise. For 2 algorithms, 4 overlap degrees and 5 values of r this takes at
 14 if the search begins at r = 0.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

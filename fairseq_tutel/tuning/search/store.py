@@ -13,8 +13,6 @@ Format 1::
 Results under another signature (machines, versions) are kept for runs with that signature.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
