@@ -1,6 +1,7 @@
 """Operators of the MoE layer: ``torch.library`` registration, autograd, choice of backend.
 
-Every function of a layer is also ``torch.ops.fairseq_tutel.<name>``. A file of the same name in
+Functions raise ValueError for wrong shapes, dtypes and options. Every function of a layer is also
+``torch.ops.fairseq_tutel.<name>``. A file of the same name in
 :mod:`fairseq_tutel.backends.torch` computes it on a CPU, and in
 :mod:`fairseq_tutel.backends.triton` on a GPU. :mod:`.backend` chooses. The glossary in
 ``fairseq_tutel/README.md`` explains the letters of shapes.

@@ -70,10 +70,8 @@ def get_backend() -> str:
 def backend_for(device: torch.device | str) -> str:
     """Return ``triton`` or ``torch``, the backend of the operators on tensors of this device.
 
-    The choice is made and logged once per requested name and kind of device.
-
-    Raises:
-        ValueError: the backend was set to triton and the device cannot run it.
+    The choice is made and logged once per requested name and kind of device. Raise ValueError if
+    the backend was set to triton and the device cannot run it.
     """
     device_type = device.type if isinstance(device, torch.device) else torch.device(device).type
     name = _chosen.get((_requested, device_type))

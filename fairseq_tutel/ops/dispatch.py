@@ -1,7 +1,7 @@
 """Operators that move tokens to expert rows (dispatch) and back (combine).
 
-``dest_row_TK`` is the row of each (token, choice) pair, -1 = dropped; ``src_pair_R`` is its
-inverse, the pair t * K + k in each row, -1 = unused.
+``dest_row_TK``, int32, is the row of each (token, choice) pair, -1 = dropped; ``src_pair_R``,
+int32, is its inverse, the pair t * K + k in each row, -1 = unused.
 """
 
 from typing import Optional
@@ -50,16 +50,7 @@ _dispatch.register_autograd(
 def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     """Copy tokens to expert rows: rows[r] = x[src_pair[r] // K], unused rows zero.
 
-    Args:
-        x_TM: (T, M) tokens; differentiable.
-        dest_row_TK: (T, K) int32 row of each pair, -1 = dropped.
-        src_pair_R: (R,) int32, the inverse of ``dest_row_TK``.
-
-    Returns:
-        (R, M) in the dtype of x.
-
-    Raises:
-        ValueError: a tensor of a wrong shape or dtype.
+    The tokens (T, M) are differentiable. Return (R, M) in their dtype.
     """
     check_maps(dest_row_TK, src_pair_R)
     check_tokens(x_TM, dest_row_TK)
@@ -135,8 +126,6 @@ def combine(
 
     Args:
         rows_RM: (R, M); differentiable.
-        dest_row_TK: (T, K) int32 row of each pair, -1 = dropped.
-        src_pair_R: (R,) int32, the inverse of ``dest_row_TK``.
         topk_weight_TK: (T, K) fp32; differentiable.
         bias_EM: (E, M), added to each row by its expert before the sum; differentiable (default
             None: no bias).
@@ -144,9 +133,6 @@ def combine(
 
     Returns:
         (T, M) in the dtype of the rows, summed in fp32.
-
-    Raises:
-        ValueError: a tensor of a wrong shape or dtype, or a bias without experts.
     """
     check_maps(dest_row_TK, src_pair_R)
     check_shape("topk_weight", topk_weight_TK, dest_row_TK.shape)

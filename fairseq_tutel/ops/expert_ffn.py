@@ -30,9 +30,7 @@ def check_activation(activation: str, dropout_p: float) -> None:
 def activate(z_NF: Tensor, activation: str) -> Tensor:
     """Return the hidden values of rows from those before the activation; not differentiable.
 
-    Args:
-        z_NF: (N, F), or (N, 2F) of a gated network, the gate's first.
-        activation: as of :func:`expert_ffn`.
+    ``z_NF`` is (N, F), or (N, 2F) of a gated network, the gate's first.
     """
     function, _ = ACTIVATIONS[GATES.get(activation, activation)]
     gate_NF, *up_NF = z_NF.chunk(2 if activation in GATES else 1, 1)
@@ -229,9 +227,6 @@ def expert_ffn(
 
     Returns:
         Like rows.
-
-    Raises:
-        ValueError: unknown activation, a probability out of range, wrong shapes; a GPU without fp8.
     """
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
@@ -273,11 +268,8 @@ def ffn_chunk(
 ) -> tuple[Tensor, FFNChunk]:
     """Compute :func:`~fairseq_tutel.ops.expert_ffn` for a chunk, without autograd.
 
-    Args:
-        params: fc1's weight and bias and fc2's.
-
-    Returns:
-        the output, like rows; what :func:`ffn_chunk_bwd` needs, if ``keep_hidden``.
+    ``params`` are fc1's weight and bias and fc2's. Return the output, like rows, and what
+    :func:`ffn_chunk_bwd` needs, if ``keep_hidden``.
     """
     seed = options.draw_seed(rows.device)
     given = options.given(offsets=offsets, seed=seed)
@@ -307,11 +299,7 @@ def ffn_chunks_bwd_params(
     gradients: Sequence[FFNChunkGradient],
     *params: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of fc1's weight and bias and of fc2's over all chunks.
-
-    Args:
-        chunks, gradients: in one order.
-    """
+    """Return the gradients of fc1's weight and bias and of fc2's over all chunks."""
     d_w1, d_w2 = implementation("expert_chunks_bwd_params", chunks[0].rows)(
         [
             (grad.d_out, grad.d_hidden, chunk.rows, chunk.active)

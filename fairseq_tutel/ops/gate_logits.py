@@ -68,9 +68,6 @@ def gate_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
 
     Returns:
         (T, E) in fp32 (fp64 of fp64).
-
-    Raises:
-        ValueError: wrong shapes or dtypes.
     """
     _check(x_TM, weight_EM)
     return _gate_logits(x_TM, weight_EM)

@@ -92,9 +92,6 @@ def topk_gating(
         prob_sum_E: (E,) sum of the softmax over all T rows, padding included; differentiable.
         entropy_sum: scalar, sum over rows of -sum p ln p; no gradient.
         lse_T: (T,) logsumexp of the logits; differentiable.
-
-    Raises:
-        ValueError: top_k out of range or a tensor of a wrong shape.
     """
     if logits_TE.dim() != 2:
         raise ValueError(f"logits must be (tokens, experts), got {tuple(logits_TE.shape)}")
@@ -134,12 +131,7 @@ _scaled_dot.register_autograd(_dot_backward, setup_context=_dot_setup)
 def scaled_dot(a_E: Tensor, b_E: Tensor, scale: float) -> Tensor:
     """Return ``scale * <a, b>``, the form of balance losses, by one launch each way.
 
-    Args:
-        a_E: (E,) fp32 (fp64 on the torch backend); differentiable.
-        b_E: (E,) int32 or int64.
-
-    Raises:
-        ValueError: different shapes.
+    ``a_E`` is fp32 (fp64 on the torch backend) and differentiable, ``b_E`` int32 or int64.
     """
     check_shape("b", b_E, a_E.shape)
     return _scaled_dot(a_E, b_E, scale)[0]

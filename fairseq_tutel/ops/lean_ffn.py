@@ -196,9 +196,6 @@ def lean_ffn(
 
     Returns:
         (T, M) in the dtype of x.
-
-    Raises:
-        ValueError: an unknown activation, a wrong shape or dtype.
     """
     check_maps(dest_row_TK, src_pair_R)
     check_indices("expert", expert_TK, "tokens", "top_k")
@@ -233,11 +230,8 @@ def lean_chunk(
 ) -> tuple[Tensor, LeanChunk]:
     """Compute :func:`~fairseq_tutel.ops.expert_ffn` for a chunk, without autograd.
 
-    Args:
-        params: fc1's weight and bias and fc2's.
-
-    Returns:
-        the output, like rows; what :func:`lean_chunk_bwd` needs.
+    ``params`` are fc1's weight and bias and fc2's. Return the output, like rows, and what
+    :func:`lean_chunk_bwd` needs.
     """
     seed = options.draw_seed(rows.device)
     keeps = memory.kept != "none"

@@ -99,10 +99,6 @@ def assign_rows(
         num_kept_per_expert_E: (E,) int32.
         row_end_E: (E,) int32, end of each expert's rows, for :func:`expert_ffn`; (0,) if padded.
         num_routed_KE: (K, E) int32, pairs per choice and expert; the given ones with ``slots``.
-
-    Raises:
-        ValueError: a tensor of a wrong shape or dtype, padded without a capacity, or both a
-            priority and slots.
     """
     check_indices("expert", expert_TK, "tokens", "top_k")
     check_shape("gate", gate_TK, expert_TK.shape)

@@ -38,9 +38,6 @@ def assign_slots(
     Returns:
         position_in_expert_TK: (T, K) int32, -1 where not routed.
         num_routed_KE: (K, E) int32, pairs per choice and expert.
-
-    Raises:
-        ValueError: wrong shape or dtype.
     """
     check_indices("expert", expert_TK, "tokens", "top_k")
     check_shape("priority", priority_T, expert_TK.shape[:1])

@@ -113,9 +113,6 @@ def token_ffn(
 
     Returns:
         (R, M) in the dtype of x; unspecified after the last expert's rows.
-
-    Raises:
-        ValueError: an unknown activation, a wrong shape or dtype.
     """
     check_maps(dest_row_TK, src_pair_R)
     check_tokens(x_TM, dest_row_TK)

@@ -12,11 +12,7 @@ from .backend import implementation
 
 
 def wire_bytes(wire_format: str, model_dim: int) -> int:
-    """Return the bytes of one encoded row of M values.
-
-    Raises:
-        ValueError: unknown format.
-    """
+    """Return the bytes of one encoded row of M values; ValueError for an unknown format."""
     if wire_format not in WIRE_FORMATS:
         raise ValueError(f"unknown wire format {wire_format!r}; one of {', '.join(WIRE_FORMATS)}")
     return WIRE_FORMATS[wire_format].num_bytes(model_dim)
@@ -36,9 +32,6 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
         square_sums: (2,) fp32, sums of squared errors and of squares over values that arrive
             finite; the root of their ratio is the relative error. The torch backend measures 64 to
             127 rows.
-
-    Raises:
-        ValueError: unknown format, or wrong shape or dtype.
     """
     if rows_RM.dim() != 2 or not rows_RM.is_floating_point():
         raise ValueError(
@@ -49,14 +42,9 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
 
 
 def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
-    """Decode bytes to rows.
+    """Decode the bytes of :func:`encode_rows` into ``out_RM``, and return it.
 
-    Args:
-        wire_RD, wire_format: of :func:`encode_rows`.
-        out_RM: (R, M) of any floating dtype, contiguous; overwritten, and returned.
-
-    Raises:
-        ValueError: unknown format, or bytes that are not of such rows.
+    It is contiguous, of any floating dtype.
     """
     size = wire_bytes(wire_format, out_RM.shape[1])
     if wire_RD.dtype != torch.uint8 or wire_RD.shape != (out_RM.shape[0], size):

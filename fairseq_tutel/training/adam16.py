@@ -173,7 +173,10 @@ class Adam16(torch.optim.Optimizer):
             is_copy = data.data_ptr() != param.data.data_ptr()
             state["step"] += 1
             tensors = [data, param.grad.data, *self._statistics(param)]
-            options = _options(group, state["step"], multipliers[param.device])
+            beta1, beta2 = group["betas"]
+            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            options |= {"beta1": beta1, "beta2": beta2, "step": state["step"]}
+            options["grad_multiplier"] = multipliers[param.device]
             small = 0 < param.numel() <= _SMALL * max(state["exp_avg_scale"].numel(), 1)
             if small and id(param) not in maxima and not is_copy:
                 *numbers, _ = options.values()
@@ -237,13 +240,6 @@ class Adam16(torch.optim.Optimizer):
             if states.get(key):
                 reduce_max_ = self._reduce_max_ if id(param) in self._parts else None
                 self.state[param] = quantize_state(states[key], param, reduce_max_)
-
-
-def _options(group: dict[str, Any], step: int, multiplier: Tensor) -> dict[str, Any]:
-    """Return the options of a step of this group's parameters."""
-    beta1, beta2 = group["betas"]
-    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    return numbers | {"beta1": beta1, "beta2": beta2, "step": step, "grad_multiplier": multiplier}
 
 
 def _reciprocal(scale: float | Tensor, device: torch.device) -> Tensor:
