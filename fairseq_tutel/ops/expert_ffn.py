@@ -4,7 +4,8 @@ The functions for chunks are not registered with torch: the overlap of exchange 
 them in its own autograd function. Weight gradients are computed once, over all chunks.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..backends import GATES
 from ..backends.torch import ACTIVATIONS
-from ._operator import check_indices, check_shape, empty_gradients, operator
+from ._operator import Operator, check_indices, check_shape, empty_gradients, operator
 from .backend import implementation
 from .fp8 import check_fp8
 
@@ -98,72 +99,89 @@ def fake_params_bwd(params: Sequence[Any], needed: bool) -> tuple[Tensor, ...]:
     return empty_gradients(some, 4 * [needed])
 
 
-def _fake_ffn(rows, w1, b1, w2, b2, offsets, *options):
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    num_rows = rows.shape[0] if offsets is not None else rows.shape[0] * rows.shape[1]
-    kept = num_rows if options[-1] else 0
-    return out, rows.new_empty((kept, w1.shape[1])), rows.new_empty((kept, w2.shape[2]))
+def network_bwd_operator(name: str, *leading: str) -> Operator:
+    """Return the operator of the gradient of :func:`network_operator`'s operator."""
+    count = 3 + len(leading)  # with the output's gradient, hidden and active values
+    tensors = ", ".join(f"Tensor {each}" for each in ("d_out", *leading, "hidden", "active"))
+    needs_first = f"needs_{leading[0]}"
+
+    def fake(*arguments):
+        *network, needed, needs_params = arguments[count:]
+        d_first = empty_gradients([arguments[1]], [needed])
+        return *d_first, *fake_params_bwd(network[:4], needs_params)
+
+    @operator(
+        name,
+        fake,
+        f"({tensors}, {NETWORK}, bool {needs_first}, bool needs_params) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+    def gradients(*arguments):
+        *network, needed, needs_params = arguments[count:]
+        params, given = split_network(*network)
+        given |= {needs_first: needed, "needs_params": needs_params}
+        return implementation(name, arguments[1])(*arguments[:count], *params, **given)
+
+    return gradients
 
 
-_SCHEMA = f"(Tensor rows, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)"
+def network_operator(name: str, bwd: Operator, fake_out: Callable, *leading: str) -> Operator:
+    """Return the operator of the network on the rows that its first tensors give, with gradient.
+
+    A name that ends in ``_fp8`` multiplies in e4m3; its gradient is that of exact products.
+
+    Args:
+        bwd: result of :func:`network_bwd_operator`.
+        fake_out: makes the output without values from the first tensors.
+        leading: names of these tensors; the first is differentiable.
+    """
+    count, function = len(leading), f"{name.removesuffix('_fp8')}_fwd"
+    precision = {"fp8": True} if name.endswith("_fp8") else {}
+
+    def fake(*arguments):
+        out, w1, w2 = fake_out(*arguments[:count]), arguments[count], arguments[count + 2]
+        kept = math.prod(out.shape[:-1]) if arguments[-1] else 0
+        return out, out.new_empty((kept, w1.shape[1])), out.new_empty((kept, w2.shape[2]))
+
+    tensors = ", ".join(f"Tensor {each}" for each in leading)
+
+    @operator(name, fake, f"({tensors}, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)")
+    def forward(*arguments):
+        if precision:
+            check_fp8(arguments[0].device)
+        *network, keep_hidden = arguments[count:]
+        params, given = split_network(*network)
+        given |= {"keep_hidden": keep_hidden, **precision}
+        return implementation(function, arguments[0])(*arguments[:count], *params, **given)
+
+    def setup(ctx, inputs, output):
+        *tensors, activation, activation_dropout_p, dropout_p, _ = inputs
+        _, hidden, active = output
+        ctx.options = activation, activation_dropout_p, dropout_p
+        ctx.mark_non_differentiable(hidden, active)
+        # or the backward pass would be handed zeros of the size of what was saved
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:count], hidden, active, *tensors[count:])
+
+    def backward(ctx, d_out, d_hidden, d_active):
+        if d_out is None:
+            return (None,) * len(ctx.needs_input_grad)
+        needed, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[count : count + 4]
+        grads = bwd(d_out, *ctx.saved_tensors, *ctx.options, needed, any(needs))
+        d_x, *d_params = (g if n else None for g, n in zip(grads, (needed, *needs), strict=True))
+        return d_x, *(None,) * (count - 1), *d_params, *(None,) * 6
+
+    forward.register_autograd(backward, setup_context=setup)
+    return forward
 
 
-def _forward(rows, *arguments, **precision):
-    *network, keep_hidden = arguments
-    params, given = split_network(*network)
-    forward = implementation("expert_ffn_fwd", rows)
-    return forward(rows, *params, keep_hidden=keep_hidden, **precision, **given)
+def _like(rows: Tensor) -> Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
-@operator("expert_ffn_fp8", _fake_ffn, _SCHEMA)
-def _expert_ffn_fp8(rows, *arguments):
-    check_fp8(rows.device)
-    return _forward(rows, *arguments, fp8=True)
-
-
-_expert_ffn = operator("expert_ffn", _fake_ffn, _SCHEMA)(_forward)
-
-
-def _fake_ffn_bwd(d_out, rows, hidden, active, *arguments):
-    *network, needs_rows, needs_params = arguments
-    return *empty_gradients([rows], [needs_rows]), *fake_params_bwd(network[:4], needs_params)
-
-
-@operator(
-    "expert_ffn_bwd",
-    _fake_ffn_bwd,
-    f"(Tensor d_out, Tensor rows, Tensor hidden, Tensor active, {NETWORK}, bool needs_rows, "
-    "bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _expert_ffn_bwd(d_out, rows, hidden, active, *arguments):
-    *network, needs_rows, needs_params = arguments
-    params, given = split_network(*network)
-    given |= {"needs_rows": needs_rows, "needs_params": needs_params}
-    return implementation("expert_ffn_bwd", rows)(d_out, rows, hidden, active, *params, **given)
-
-
-def _setup(ctx, inputs, output):
-    rows, *params, offsets, seed, activation, activation_dropout_p, dropout_p, _ = inputs
-    _, hidden, active = output
-    ctx.options = activation, activation_dropout_p, dropout_p
-    ctx.mark_non_differentiable(hidden, active)
-    # or the backward pass would be handed zeros of the size of what was saved
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, hidden, active, *params, offsets, seed)
-
-
-def _backward(ctx, d_out, d_hidden, d_active):
-    if d_out is None:
-        return (None,) * 11
-    needs_rows, *needs = ctx.needs_input_grad[:5]
-    grads = _expert_ffn_bwd(d_out, *ctx.saved_tensors, *ctx.options, needs_rows, any(needs))
-    wanted = (g if n else None for g, n in zip(grads, (needs_rows, *needs), strict=True))
-    return *wanted, *(None,) * 6
-
-
-_expert_ffn.register_autograd(_backward, setup_context=_setup)
-# fp8's gradient is that of exact products
-_expert_ffn_fp8.register_autograd(_backward, setup_context=_setup)
+_expert_ffn_bwd = network_bwd_operator("expert_ffn_bwd", "rows")
+_expert_ffn = network_operator("expert_ffn", _expert_ffn_bwd, _like, "rows")
+_expert_ffn_fp8 = network_operator("expert_ffn_fp8", _expert_ffn_bwd, _like, "rows")
 
 
 def check_ffn(rows: Tensor, params: Sequence[Any], offsets: Tensor | None, gated: bool) -> None:
