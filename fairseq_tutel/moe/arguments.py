@@ -35,10 +35,8 @@ def routing_config(
         )
     for name in routing.keys() - set(options):
         close = difflib.get_close_matches(name, [*options, *others], 1, cutoff=0.5)
-        raise TypeError(
-            f"MoELayer has no option {name}={routing[name]!r}"
-            + (f"; did you mean {close[0]}?" if close else "")
-        )
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise TypeError(f"MoELayer has no option {name}={routing[name]!r}{hint}")
     if config is None:
         if num_experts is None:
             raise ValueError("an MoE layer needs num_experts, or a config")

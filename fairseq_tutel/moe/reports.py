@@ -70,9 +70,8 @@ class MoEAux(NamedTuple):
         record: times of the exchanges if they were measured, and sums for :func:`wire_errors`,
             those of gradients after the backward pass; or None.
         num_slots: rows of this rank's padded buffer, E * C; 0 if rows are ragged.
-        mean_prob_E, balance_counts, bias_counts: see :class:`RouterAux`.
+        mean_prob_E, balance_counts, bias_counts, num_null_KN: see :class:`RouterAux`.
         num_full_K: see :class:`Routing`.
-        num_null_KN: see :class:`RouterAux`.
         share_of_layer: fp32 [2] of a block that mixes the layer's output with a dense FFN's: sum
             over tokens of the layer's share, with gradient, and number of tokens; or None.
         update_load: the layer's load of this update, with ``balance_scope="update"``; or None.

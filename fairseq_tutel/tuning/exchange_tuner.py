@@ -82,20 +82,11 @@ class ExchangeTuner:
     def is_pinned(self) -> bool:
         return self._pinned is not None
 
-    def agree(
-        self,
-        num_tokens: int,
-        dtype: torch.dtype,
-        *,
-        top_k: int | None = None,
-        capacity_factor: float | None = None,
-    ) -> StepAgreement:
+    def agree(self, num_tokens: int, dtype: torch.dtype, **options: Any) -> StepAgreement:
         """Agree on one forward pass, including the exchange that its layers use.
 
-        ``num_tokens`` is this rank's, ``dtype`` that of the experts' rows; ``top_k`` and
-        ``capacity_factor`` are arguments of the layers' calls (default None: the layers' own).
+        ``num_tokens`` is this rank's; other arguments are those of :meth:`agree_stacks`.
         """
-        options = {"top_k": top_k, "capacity_factor": capacity_factor}
         return self.agree_stacks([num_tokens], dtype, **options)[0]
 
     def agree_stacks(
@@ -109,7 +100,9 @@ class ExchangeTuner:
         """Agree on a pass through several stacks of the layers, such as an encoder and a decoder.
 
         All stacks use one exchange, chosen for the largest number of tokens. ``counts`` are this
-        rank's tokens for each stack; return an agreement for each.
+        rank's tokens for each stack, ``dtype`` is that of the experts' rows; ``top_k`` and
+        ``capacity_factor`` are arguments of the layers' calls (default None: the layers' own).
+        Return an agreement for each stack.
         """
         layer = self._layer
         settings = layer.step_settings(dtype, top_k=top_k, capacity_factor=capacity_factor)

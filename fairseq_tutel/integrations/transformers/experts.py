@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ...config import Options, option
 from ...moe.experts import PlainExperts
-
-_GATED = {"swiglu": nn.functional.silu, "geglu": nn.functional.gelu}
+from ...moe.replace.recognize import GATED
 
 
 class Projections(NamedTuple):
@@ -42,10 +41,7 @@ class Projections(NamedTuple):
     def of(
         cls, where: str, experts: nn.Module, params: Mapping[str, Tensor] | None = None
     ) -> Projections:
-        """Read a module, or ``params`` in place of its parameters, by the same names.
-
-        ValueError, which begins with ``where``, is raised for other parameters.
-        """
+        """Read a module, or ``params`` by the same names; ValueErrors begin with ``where``."""
         params = dict(experts.named_parameters()) if params is None else params
         shapes = {name: tuple(param.shape) for name, param in params.items()}
         first = "gate_up_proj" if "gate_up_proj" in params else "up_proj"
@@ -128,7 +124,7 @@ class Activation:
         # small and large values: limits may lie far from 0
         gate, up = torch.randn(2, 6, 64, generator=generator) * 10.0 ** torch.arange(6)[:, None]
         found = self(gate, up)
-        for network, known in _GATED.items():
+        for network, known in GATED.items():
             if torch.allclose(found, known(gate) * up, rtol=1e-5, atol=1e-5):
                 return network
         return None

@@ -29,12 +29,8 @@ def experts_forward(
 ) -> Tensor:
     """Compute the experts of a module of transformers: [T, M] -> [T, M].
 
-    Args:
-        experts: the module, with ``gate_up_proj`` (or ``up_proj``) and ``down_proj``; ValueError
-            for parameters of another form.
-        hidden_states: [T, M].
-        top_k_index: int64 [T, K]; a number of E or more is no expert.
-        top_k_weights: [T, K].
+    ``top_k_index`` is int64 [T, K], where a number of E or more is no expert; ``top_k_weights`` are
+    [T, K]. Raise ValueError for a module with other parameters.
     """
     params = dict(experts.named_parameters(recurse=False))  # without those of a norm
     projections = Projections.of(type(experts).__name__, experts, params)

@@ -68,7 +68,7 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
         dict: tensors by name; {} on other ranks than 0.
 
     Raises:
-        ValueError: a layer has LoRA, or a load bias, which the original router cannot hold.
+        ValueError: as :func:`restore_moe`.
     """
     layers = _layers(unwrap(model), blocks)
     state = full_state_dict(model)

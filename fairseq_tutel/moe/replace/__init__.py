@@ -168,10 +168,7 @@ def _load(layer: MoELayer, network: Network) -> None:
 
 
 def _copier(block: nn.Module, copy_weights: bool) -> Callable[[], nn.Module]:
-    """Return a function that makes one expert of a block that no built-in network computes.
-
-    Without ``copy_weights`` each tensor is drawn anew with its own mean and deviation.
-    """
+    """Return a function that copies the block, or draws its tensors by their mean and deviation."""
 
     @torch.no_grad()
     def make() -> nn.Module:
