@@ -63,10 +63,7 @@ def own_gate(gate: nn.Module, config: MoEConfig) -> nn.Module:
     if not isinstance(gate, nn.Module):
         raise ValueError(f"gate must be a module, got {gate!r}; router='cosine' chooses a gate")
     if config.load_bias != "none" and not isinstance(gate, Router):
-        raise ValueError(
-            f"load_bias={config.load_bias!r} needs a router; a plain module as gate has no load "
-            "bias"
-        )
+        raise ValueError(f"load_bias={config.load_bias!r} needs a router as gate, not a module")
     return gate
 
 
@@ -81,8 +78,7 @@ def refuse_local_drop_of_slices(config: MoEConfig, groups: ExpertParallelGroups)
     """Raise ValueError for ``local_drop`` if ranks have slices of experts."""
     if config.local_drop and groups.num_slices > 1:
         raise ValueError(
-            f"local_drop={config.local_drop} leaves tokens on their rank, which has parts "
-            f"of experts alone (placement={groups.placement!r}): give one of them"
+            f"local_drop={config.local_drop} needs whole experts, not {groups.placement!r} ones"
         )
 
 

@@ -52,9 +52,8 @@ class ExchangeChoice(NamedTuple):
         """Raise ValueError for ``balance_ranks`` if a fixed capacity makes loads equal."""
         if self.config.balance_ranks and config.is_static(training=True):
             raise ValueError(
-                f"balance_ranks=True (--moe-balance-ranks) is for layers that drop nothing, and "
-                f"capacity_factor={config.capacity_factor} (--moe-capacity-factor) gives all ranks "
-                "equally many rows: give capacity_factor=0, or leave balance_ranks out"
+                "balance_ranks=True (--moe-balance-ranks) needs capacity_factor=0 "
+                f"(--moe-capacity-factor), not capacity_factor={config.capacity_factor}"
             )
 
     def refuse_own_experts(self, experts: ExpertBank) -> None:
@@ -68,8 +67,7 @@ class ExchangeChoice(NamedTuple):
             )
         if self.config.balance_ranks and experts.memory.mode != "fast":
             raise ValueError(
-                f"balance_ranks=True needs activation_memory='fast', not {experts.memory.mode!r}: "
-                "helpers keep what they compute"
+                f"balance_ranks=True needs activation_memory='fast', not {experts.memory.mode!r}"
             )
         if way.is_replicated or experts.can_be_gathered:
             return

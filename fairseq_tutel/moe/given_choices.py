@@ -39,8 +39,7 @@ class Steering:
         """Check that the router took the given choices; pass all, [*shape, K], to the recorders."""
         if self.given_TK is not None and not self.taken:
             raise ValueError(
-                "choices= and force_load= need a router that calls route_logits(), as a TopKRouter "
-                "does; this layer's router selects experts by rules of its own"
+                "choices= and force_load= need a router that calls route_logits(), as a TopKRouter"
             )
         chosen_TK = expert_TK if self.chosen_TK is None else self.chosen_TK
         for record in recorders:
@@ -99,8 +98,7 @@ def steer(
         )
     if config.overflow_rerouting:
         raise ValueError(
-            f"weights= is for the given experts; overflow_rerouting={config.overflow_rerouting} "
-            "takes others"
+            f"weights= needs overflow_rerouting=0, not {config.overflow_rerouting}: it takes others"
         )
     weight_TK = weights.reshape(given_TK.shape)
     dtype = torch.promote_types(weights.dtype, torch.float32)

@@ -71,9 +71,8 @@ class Operator:
             )
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise NotImplementedError(
-                f"{self._name} has no forward-mode derivative (torch.func.jvp and jacfwd, "
-                "torch.autograd.forward_ad): use torch.autograd.grad, or "
-                "torch.autograd.functional.jacobian in reverse mode"
+                f"{self._name} has no forward-mode derivative (torch.func.jvp and jacfwd): use "
+                "torch.autograd.grad, or torch.autograd.functional.jacobian in reverse mode"
             )
 
 

@@ -50,10 +50,8 @@ def quantize_state(
     for name in STATISTICS:
         values, scale = state[name].to(param.device), state.get(f"{name}_scale")
         if values.shape != param.shape:
-            raise ValueError(
-                f"optimizer state {name} has shape {tuple(values.shape)}, but its parameter "
-                f"{tuple(param.shape)}"
-            )
+            shapes = f"{tuple(values.shape)}, but its parameter {tuple(param.shape)}"
+            raise ValueError(f"optimizer state {name} has shape {shapes}")
         if scale is not None:
             # Not necessarily fp16 tensors: fairseq's checkpoints hold every half tensor as fp32.
             restored[name] = values.to(torch.float16, copy=True).contiguous()
@@ -158,10 +156,7 @@ class Adam16(torch.optim.Optimizer):
         stepped = [(param, group) for param, group in params if param.grad is not None]
         for param, _ in stepped:  # refuse before any step
             if param.grad.is_sparse:
-                raise ValueError(
-                    "Adam with fp16 statistics does not support sparse gradients "
-                    f"(parameter of shape {tuple(param.shape)})"
-                )
+                raise ValueError(f"Adam16 takes no sparse gradient, as of {tuple(param.shape)}")
             if not self.state[param]:
                 self.state[param].update(_fresh_state(param))
         devices = {param.device for param, _ in stepped}

@@ -56,8 +56,7 @@ def _recorder(found: dict[str, torch.Tensor], name: str, layer: MoELayer):
             return
         if name in found:
             raise RuntimeError(
-                f"the MoE layer {name!r} is called twice in one record_choices(): use one block "
-                "for each forward pass"
+                f"layer {name!r} is called twice: use one record_choices() for each forward pass"
             )
         found[name] = choices.to(small)
 

@@ -41,8 +41,7 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
     experts = set(expert_parameters(model))
     if not any(param.requires_grad for param in set(model.parameters()) - experts):
         raise ValueError(
-            "no dense parameter is trained, so there is nothing for DistributedDataParallel: call "
-            "prepare_data_parallel(model) instead, and train the model itself"
+            "no dense parameter is trained: call prepare_data_parallel(model), and do not wrap it"
         )
     return DistributedDataParallel(model, **options)
 

@@ -73,10 +73,8 @@ def reduce_expert_grads(
             ``sqrt_world_size``, its square root.
     """
     if normalization not in EXPERT_GRAD_NORMALIZATIONS:
-        raise ValueError(
-            f"expert gradient normalisation {normalization!r} is unknown; choose one of "
-            f"{', '.join(EXPERT_GRAD_NORMALIZATIONS)}"
-        )
+        known = ", ".join(EXPERT_GRAD_NORMALIZATIONS)
+        raise ValueError(f"normalization={normalization!r} is unknown; choose one of {known}")
     if groups.world_size == 1 or groups.simulated:
         return
     block = min(groups.num_experts, groups.world_size)
@@ -152,8 +150,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     experts = {param for layer in layers for param in layer.experts.parameters()}
     if math.isfinite(max_norm) and any(getattr(p, "updates_in_backward", False) for p in experts):
         raise ValueError(
-            f"max_norm={max_norm}: update_in_backward has updated the experts before the norm is "
-            "known; do without one of them"
+            f"max_norm={max_norm}: update_in_backward has updated experts before the norm is known"
         )
     dense = [p.grad for p in model.parameters() if p not in experts and p.grad is not None]
     plain = [grad for grad in dense if not is_sharded(grad)]

@@ -160,10 +160,8 @@ def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     banks = _banks(model) if has_lora else _make(model, rank, alpha)
     for bank in banks.values():
         if (rank, alpha) != (bank.rank, bank.alpha):
-            raise ValueError(
-                f"{path} has rank={rank} and alpha={alpha:g}, the model has rank={bank.rank} and "
-                f"alpha={bank.alpha:g}"
-            )
+            own = f"rank={bank.rank} and alpha={bank.alpha:g}"
+            raise ValueError(f"{path} has rank={rank} and alpha={alpha:g}, the model has {own}")
     with safe_open(folder / _WEIGHTS, "pt") as file:
         values = _values(file, layers, banks, path)
     for target, value in values:

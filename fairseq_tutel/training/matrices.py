@@ -38,8 +38,8 @@ class ExpertMatrix(nn.Parameter):
         """View of the stack's gradient. Setting None on one matrix clears all of them."""
         if self.data_ptr() != self.stack[self.index].data_ptr():
             raise ValueError(
-                "the model's experts were moved or converted after matrix_parameters(model): call "
-                "matrix_parameters again and make the optimizer from its result"
+                "experts were moved or converted after matrix_parameters(model): call it again and "
+                "make the optimizer from its result"
             )
         return None if self.stack.grad is None else self.stack.grad[self.index]
 
@@ -85,8 +85,7 @@ def matrix_parameters(
         if isinstance(bank, StackedExperts):
             if bank.hidden_slice[1] > 1:
                 raise ValueError(
-                    f"{path}: each rank holds a slice of its experts' matrices, which an optimizer "
-                    "of whole matrices cannot step: use placement='replicated'"
+                    f"{path}: each rank holds a slice of its matrices: use placement='replicated'"
                 )
             for name, stacked in bank.layout.items():
                 stacks[id(getattr(bank, name))] = len(stacked.dims) == 2

@@ -104,9 +104,8 @@ class ReplicaCheck:
 def _refuse_drift(steps: tuple[int, ...], norms: tuple[float, ...]) -> None:
     if len(set(steps)) > 1:
         raise ValueError(
-            f"the ranks made {list(steps)} optimizer steps since the last forward pass, as when "
-            "each has a GradScaler that sees its own gradients only: use "
-            "fairseq_tutel.training.grad_scaler()"
+            f"the ranks made {list(steps)} optimizer steps since the last forward pass, as by "
+            "GradScalers of their own: use fairseq_tutel.training.grad_scaler()"
         )
     finite = [norm for norm in norms if math.isfinite(norm)]
     spread = max(finite) - min(finite) if finite else 0.0
@@ -114,8 +113,7 @@ def _refuse_drift(steps: tuple[int, ...], norms: tuple[float, ...]) -> None:
     if not alike:
         raise ValueError(
             "the ranks' dense gradients differ at an optimizer step (norms "
-            f"{', '.join(f'{norm:.6g}' for norm in norms)}), as after "
-            "torch.nn.utils.clip_grad_norm_, by which each rank clips by its own experts: use "
-            "fairseq_tutel.training.clip_grad_norm_(model, max_norm); "
-            "prepare_data_parallel(model, check_replicas=False) allows it"
+            f"{', '.join(f'{norm:.6g}' for norm in norms)}), as after torch's clip_grad_norm_: use "
+            "fairseq_tutel.training.clip_grad_norm_(model, max_norm), or allow it by "
+            "prepare_data_parallel(model, check_replicas=False)"
         )

@@ -67,8 +67,7 @@ class BackwardUpdates:
         self._optimizer, self._reduce = optimizer, reduce
         if getattr(optimizer, "optimizer_shards", None) is not None:
             raise ValueError(
-                "update_in_backward steps single tensors, and shard_optimizer shares the steps of "
-                "all among the ranks: use one of them"
+                "update_in_backward steps tensors, shard_optimizer shares the steps: use only one"
             )
         self._group_of = {
             param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]
@@ -107,8 +106,7 @@ class BackwardUpdates:
     def _update(self, param: nn.Parameter, groups: ExpertParallelGroups) -> None:
         if param in self._updated:
             raise RuntimeError(
-                "a second backward pass before optimizer.step(): update_in_backward has used the "
-                "gradients of the first; make one pass per step, or do without it"
+                "a second backward pass before optimizer.step(), which update_in_backward excludes"
             )
         self._updated.add(param)
         if self._reduce is not None:

@@ -128,8 +128,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             found[name] = module
     if not found or "" in found:
         raise ValueError(
-            f"{type(model).__name__} has no sparse blocks inside: no module with experts, as "
-            "transformers has them since version 5"
+            f"{type(model).__name__} has no sparse blocks inside: no module with experts"
         )
     if len(set(map(id, found.values()))) < len(found):
         raise ValueError(f"one sparse block stands at several places: {', '.join(found)}")

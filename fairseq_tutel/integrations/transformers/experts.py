@@ -49,8 +49,7 @@ class Projections(NamedTuple):
         biases = {f"{name}_bias" for name in names}
         if set(params) not in (names, names | biases):
             raise ValueError(
-                f"{where} has {shapes}, not experts.gate_up_proj (or up_proj) and "
-                "experts.down_proj, as blocks of transformers have since version 5"
+                f"{where} has {shapes}, not experts.gate_up_proj (or up_proj) and down_proj"
             )
         up, down = params[first], params["down_proj"]
         gated = first == "gate_up_proj"

@@ -88,10 +88,7 @@ def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBloc
     if description.router:
         return SparseBlock(name, block, experts, description)
     if unused := [option for option in _OF_ROUTERS if option in allowed]:
-        raise ValueError(
-            f"{where} goes on routing, by rules that no options describe: leave out "
-            f"{', '.join(unused)}"
-        )
+        raise ValueError(f"{where} goes on routing by itself: leave out {', '.join(unused)}")
     return SparseBlock(f"{name}.experts", experts, experts, description)
 
 

@@ -54,8 +54,8 @@ class InferenceExperts(ExpertBank):
         """Compute the rows of each expert. NOTE: the host reads the counts of ragged rows."""
         if self.training or (torch.is_grad_enabled() and batch.rows.requires_grad):
             raise ValueError(
-                f"experts that are held as {self.storage!r} have no gradients: they are for "
-                "evaluation (eval() and torch.no_grad()), not for training"
+                f"experts that are held as {self.storage!r} have no gradients: they are for eval() "
+                "and torch.no_grad()"
             )
         rows_RM = batch.rows.reshape(-1, batch.rows.shape[-1])
         if batch.offsets is None:
@@ -76,8 +76,7 @@ class InferenceExperts(ExpertBank):
         held, network = self._held[expert], self.network
         if not held:
             raise ValueError(
-                f"the experts, held as {self.storage!r}, have no weights until a state dict is "
-                "loaded"
+                f"experts, held as {self.storage!r}, have no weights until a state dict is loaded"
             )
         if self.storage == "mapped":
             params = [
@@ -178,10 +177,9 @@ def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
         storage: ``mapped``, ``bf16`` or ``int8``, see :mod:`fairseq_tutel.moe.experts.inference`.
     """
     if not isinstance(bank, StackedExperts) or bank.hidden_slice[1] > 1:
-        what = f"in {bank.hidden_slice[1]} slices" if isinstance(bank, StackedExperts) else "own"
         raise ValueError(
             f"expert_storage={storage!r} is for whole experts of a built-in network, not for "
-            f"{type(bank).__name__} ({what})"
+            f"{type(bank).__name__} (slices: {bank.hidden_slice[1]})"
         )
     held = InferenceExperts(bank, storage)
     if not next(bank.parameters()).is_meta:

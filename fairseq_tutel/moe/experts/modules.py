@@ -63,10 +63,8 @@ def own_experts(
     if not isinstance(experts, Sequence | nn.ModuleList):
         raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
     if len(experts) != groups.num_local_experts:
-        raise ValueError(
-            f"{len(experts)} expert modules given, but this rank holds "
-            f"{groups.num_local_experts} of {groups.num_experts} experts"
-        )
+        local = f"{groups.num_local_experts} of {groups.num_experts} experts"
+        raise ValueError(f"{len(experts)} expert modules given, but this rank holds {local}")
     if groups.num_slices > 1:
         raise ValueError(
             f"experts={type(experts[0]).__name__}: modules of one's own cannot be cut into the "
@@ -88,10 +86,7 @@ def with_width(
     for module in own[0].modules():
         if isinstance(module, nn.Linear) and module.in_features:
             return own, module.in_features
-    raise ValueError(
-        f"model_dim is not given, and {type(own[0]).__name__} has no linear layer that says "
-        "it: give model_dim="
-    )
+    raise ValueError(f"give model_dim=: {type(own[0]).__name__} has no linear layer that says it")
 
 
 def _make_each(expert_fn, groups, seed) -> list[nn.Module]:

@@ -262,9 +262,8 @@ class StackedExperts(ExpertBank):
         for name in self.layout:
             if name not in self._parameters:
                 raise ValueError(
-                    f"experts.{name} is no parameter any more: torch.nn.utils.prune and "
-                    "parametrizations are not supported on stacked experts; change the values of "
-                    "the weights in place instead"
+                    f"experts.{name} is no parameter any more, as after torch.nn.utils.prune or "
+                    "parametrizations: change the values of stacked experts in place instead"
                 )
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,8 +71,7 @@ class Place(NamedTuple):
             if isinstance(wanted, Exception):
                 raise ValueError(
                     f"{name}: {kind} cannot be called as layer(x), layer(x, None) or layer(x, "
-                    f"memory), so that its parts cannot be checked ({wanted}): give its "
-                    "feed-forward network a module of its own, and match that"
+                    f"memory) ({wanted}): match a module with its feed-forward network alone"
                 )
             if isinstance(found, Exception) or not same(found, wanted):
                 reason = f" ({found})" if isinstance(found, Exception) else ""

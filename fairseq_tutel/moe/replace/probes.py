@@ -45,16 +45,14 @@ def check_block(name: str, block: nn.Module) -> None:
     if len(kinds) > 1:
         listed = ", ".join(f"{each} is {dtype} on {dev}" for (dtype, dev), each in kinds.items())
         raise ValueError(
-            f"{name} has weights of several kinds ({listed}), but experts have one dtype and one "
-            "device: convert the block before, as by block.to(torch.float32)"
+            f"{name} has weights of several kinds ({listed}): convert the block to one before"
         )
     hooked = [each for each, module in block.named_modules() if any(hooks_of(module))]
     hooked += [each for each, param in params.items() if param._backward_hooks]
     if hooked:
         raise ValueError(
             f"{', '.join(f'{name}.{each}' if each else name for each in hooked)}: experts do not "
-            "take over hooks (weight_norm, spectral_norm and prune are hooks, too): remove them; "
-            "the MoE layer takes new ones"
+            "take over hooks, such as weight_norm: remove them; the MoE layer takes new ones"
         )
 
 
@@ -154,8 +152,7 @@ def _refuse_in_place(name: str, probe: nn.Module, x: Tensor) -> None:
             probe.train(training)(given)
         if not torch.equal(given, x):
             raise ValueError(
-                f"{name} ({type(probe).__name__}) changes its input in place, as experts cannot: "
-                "let it compute on a copy, as by x = x.clone()"
+                f"{name} ({type(probe).__name__}) changes its input in place: let it copy x before"
             )
 
 
@@ -176,10 +173,7 @@ def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:
     drawn = copy.deepcopy(probe).eval()
     draw_weights(drawn, 1)
     if same(*(call_seeded(each.eval(), x) for each in (drawn, probe))):
-        raise ValueError(
-            f"{where}a copy does not use its own weights (was its forward replaced by a function "
-            "that holds the original?)"
-        )
+        raise ValueError(f"{where}a copy does not use its own weights (was forward replaced?)")
 
 
 def check_copies(name: str, probe: nn.Module, x: Tensor) -> None:

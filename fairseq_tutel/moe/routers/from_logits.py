@@ -82,14 +82,11 @@ def route_logits(
     config = call.config
     if logits_TE.shape[1] != config.num_outputs:
         nulls = f" and {config.null_experts} null experts" if config.null_experts else ""
-        raise ValueError(
-            f"the gate gave logits for {logits_TE.shape[1]} experts, the layer has "
-            f"{config.num_experts}{nulls}"
-        )
+        has = f"the layer has {config.num_experts}{nulls}"
+        raise ValueError(f"the gate gave logits for {logits_TE.shape[1]} experts, {has}")
     if config.load_bias != "none" and load_bias_E is None:
         raise ValueError(
-            f"load_bias={config.load_bias!r} needs a router that passes its load_bias to "
-            "route_logits(), as a TopKRouter does; a plain module as gate has none"
+            f"load_bias={config.load_bias!r} needs a router that passes it to route_logits()"
         )
     scores = _scores(logits_TE, call, pad_mask_T)
     chosen, bias_counts = select_top_k(scores, call, load_bias_E)

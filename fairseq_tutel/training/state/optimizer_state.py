@@ -137,7 +137,7 @@ class StateNames:
             if id(param) not in names:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(param.shape)} that is in "
-                    "none of the modules that are saved, so its state has no name in a checkpoint"
+                    "none of the modules that are saved"
                 )
             self._params[names[id(param)]] = param
 

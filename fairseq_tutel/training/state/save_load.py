@@ -203,10 +203,7 @@ def load_state(
     saved, wanted = (state["moe_checkpoint"] or {}).get("num_experts"), groups.num_experts
     is_dense = not any(split_key(name) for name in state["model"])
     if not (wanted or is_dense):
-        raise ValueError(
-            f"{path} has experts, and this model has no MoELayer: build the model with the layers "
-            "that were saved"
-        )
+        raise ValueError(f"{path} has experts, and this model has no MoELayer: build it with them")
     if wanted and is_dense:
         raise ValueError(
             f"{path} is dense, this model has {wanted} experts in each MoE layer: make a set of "
@@ -241,8 +238,7 @@ def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
     missing = [rank for rank, text in enumerate(seen) if text is None]
     if 0 < len(missing) < len(seen):
         raise ValueError(
-            f"{path}: ranks {missing} of {len(seen)} do not see this checkpoint; all ranks must "
-            "use one shared file system"
+            f"{path}: ranks {missing} of {len(seen)} do not see it; use one shared file system"
         )
     return not missing
 

@@ -161,10 +161,8 @@ def _form(index: int, key: str, value: Any) -> list:
         return [index, key, list(value.shape), str(value.dtype), value.nbytes]
     if value is None or isinstance(value, bool | int | float | str):
         return [index, key, value, None, None]
-    raise CheckpointError(
-        f"the optimizer keeps a {type(value).__name__} as {key}, which is neither a tensor nor a "
-        "number and cannot be sent to the rank that saves: train it without sharding"
-    )
+    kept = f"a {type(value).__name__} as {key}, which is neither a tensor nor a number"
+    raise CheckpointError(f"the optimizer keeps {kept}: train it without sharding")
 
 
 def _empty(index: int, key: str, value: Any, dtype: str | None, size: int | None) -> _Entry:

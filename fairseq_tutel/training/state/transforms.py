@@ -125,9 +125,8 @@ def _expert_entries(state: State) -> Iterator[_Entry]:
             )
             if not is_cut and not is_number:
                 raise CheckpointError(
-                    f"the optimizer's {key} of {name} mixes the hidden units of an expert, which "
-                    "are spread over ranks: use the placement replicated, or an optimizer that "
-                    "treats each weight by itself, as Adam and SGD do"
+                    f"the optimizer's {key} of {name} mixes hidden units, which are spread over "
+                    "ranks: use placement='replicated', or Adam or SGD"
                 )
             yield _Entry(_path(name, key), value, is_cut)
 

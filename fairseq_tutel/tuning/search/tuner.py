@@ -134,8 +134,7 @@ class Tuner:
         checksums, elapsed, *slots = zip(*table, strict=True)
         if len(set(checksums)) > 1:
             raise ValueError(
-                "MoE ranks disagree on what the tuner found so far: do all of them read the same "
-                "checkpoint and the same file of choices?"
+                "MoE ranks disagree on what the tuner found so far: give all the same files"
             )
         self.run_time += min(elapsed)
         pairs = list(zip(self._awaited, slots, strict=False))
