@@ -10,14 +10,8 @@ import dataclasses
 import random
 from typing import NamedTuple
 
+from .. import distributed
 from ..config import ExchangeConfig, MoEConfig
-from ..distributed import (
-    Exchange,
-    ExchangeAlgorithm,
-    ExpertParallelGroups,
-    ExpertParallelism,
-    expert_parallelism,
-)
 from ..distributed.exchanges import LocalCopy, build_algorithms
 from .experts import ExpertBank
 from .routing import RouterCall
@@ -28,8 +22,8 @@ class ExchangeChoice(NamedTuple):
     """How rows travel in one call of a layer."""
 
     config: ExchangeConfig
-    exchange: Exchange
-    parallelism: ExpertParallelism  # the placement for ``config.r``
+    exchange: distributed.Exchange
+    parallelism: distributed.ExpertParallelism  # the placement for ``config.r``
     overlap_degree: int  # chunks in which rows travel; 1 if there is nothing to overlap with
 
     @property
@@ -97,7 +91,9 @@ class ExchangeChoice(NamedTuple):
         # a string seed is hashed, so that neighbouring layers draw independently
         if random.Random(f"{draw} {layer_index}").random() >= probability:
             return self
-        stay = Exchange(LocalCopy(self.exchange.groups, self.exchange.name), None, False)
+        stay = distributed.Exchange(
+            LocalCopy(self.exchange.groups, self.exchange.name), None, False
+        )
         return self._replace(exchange=stay, overlap_degree=1)
 
 
@@ -111,9 +107,9 @@ class ExchangeChoices:
         skip: copy rows instead of sending them, for benchmarks.
     """
 
-    def __init__(self, groups: ExpertParallelGroups, *, timed: bool, skip: bool):
+    def __init__(self, groups: distributed.ExpertParallelGroups, *, timed: bool, skip: bool):
         self._groups, self._timed, self._skip = groups, timed, skip
-        self._algorithms: dict[tuple, ExchangeAlgorithm] = {}
+        self._algorithms: dict[tuple, distributed.ExchangeAlgorithm] = {}
         self._choices: dict[ExchangeConfig, ExchangeChoice] = {}
 
     def prepare(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
@@ -132,7 +128,9 @@ class ExchangeChoices:
         """
         if config in self._choices:
             return self._choices[config]
-        parallelism = expert_parallelism(self._groups, config.r)  # raises if r is impossible
+        parallelism = distributed.expert_parallelism(
+            self._groups, config.r
+        )  # raises if r is impossible
         built = self._algorithms.get((config.algorithm, config.ranks_per_node, config.r))
         if built is None:
             raise ValueError(
@@ -143,7 +141,9 @@ class ExchangeChoices:
         communicates = built.groups.ep_size > 1
         codec = WireCodec(used) if used.compresses and communicates else None
         degree = used.overlap_degree if communicates else 1
-        exchange = Exchange(built, codec, self._timed, used.balance_ranks and communicates)
+        exchange = distributed.Exchange(
+            built, codec, self._timed, used.balance_ranks and communicates
+        )
         self._choices[config] = ExchangeChoice(used, exchange, parallelism, degree)
         return self._choices[config]
 

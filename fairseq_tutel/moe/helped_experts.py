@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from ..distributed import ExchangeRecord
-from ..distributed.balance import (
-    BalancePlan,
-    WeightMoves,
-    gather_counts,
-    measured_break_even,
-    plan_step,
-    rows_while_travelling,
-)
+from ..distributed import ExchangeRecord, balance
 from ..distributed.exchanges import Splits, stream_of
 from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, ExpertRows, PreparedExperts
@@ -41,17 +33,17 @@ def balanced(
     """
     groups, degree = choice.exchange.groups, choice.overlap_degree
     device, rank = x_TM.device, groups.ep_rank
-    count_PE = gather_counts(routing.num_kept_per_expert_E, groups)
+    count_PE = balance.gather_counts(routing.num_kept_per_expert_E, groups)
     # not by whether gradients are enabled: a recomputation enables them and must plan the same
-    min_rows = choice.config.balance_min_rows or measured_break_even(
+    min_rows = choice.config.balance_min_rows or balance.measured_break_even(
         groups, x_TM.dtype, device, training=experts.training
     )
     weights = sum(param.numel() for param in experts.parameters()) / groups.num_local_experts
-    plan = plan_step(
+    plan = balance.plan_step(
         count_PE,
         tolerance=choice.config.balance_tolerance,
         min_rows=min_rows,
-        travel=rows_while_travelling(min_rows, x_TM.shape[1], weights),
+        travel=balance.rows_while_travelling(min_rows, x_TM.shape[1], weights),
     )
     chunks = plan.chunks(rank, degree)
     own_rows = [int(count_Pv[:, : plan.local].sum()) for count_Pv, _ in chunks]
@@ -61,12 +53,12 @@ def balanced(
         record.rows_helped = sum(move.end - move.begin for move in plan.moves if move.home == rank)
     if not plan.moves:
         return routing, experts, chunks
-    moves = WeightMoves(plan.moves, groups, stream_of(device), record)
+    moves = balance.WeightMoves(plan.moves, groups, stream_of(device), record)
     helped = HelpedExperts(experts, moves, own_rows)
     return _to_pieces(routing, plan, rank), helped, chunks
 
 
-def _to_pieces(routing: Routing, plan: BalancePlan, rank: int) -> Routing:
+def _to_pieces(routing: Routing, plan: balance.BalancePlan, rank: int) -> Routing:
     """Return the routing of the same rows to pieces, in the order in which they are sent."""
     device = routing.dest_row_TK.device
     row_R, piece_R = (index.to(device) for index in plan.new_rows(rank))
@@ -95,7 +87,7 @@ class HelpedExperts:
     computed. ``own_rows`` of each chunk are this rank's own experts'; the helped ones follow.
     """
 
-    def __init__(self, experts: ExpertBank, moves: WeightMoves, own_rows: list[int]):
+    def __init__(self, experts: ExpertBank, moves: balance.WeightMoves, own_rows: list[int]):
         self._experts, self.moves = experts, moves
         self._own_rows = iter(own_rows)
         self._own: PreparedExperts | None = None

@@ -12,30 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import ops
+from .. import distributed, ops
 from ..config import ExchangeConfig, MoEConfig
-from ..distributed import (
-    HELD,
-    Exchange,
-    ExchangeRecord,
-    ExpertParallelGroups,
-    StepAgreement,
-    StepSettings,
-    held_experts,
-    pop_held_experts,
-    refuse_plain_wrapper,
-    sync_step,
-)
-from .arguments import (
-    CallConfigs,
-    check_agreement,
-    groups_for,
-    own_gate,
-    refuse_local_drop_of_slices,
-    refuse_network_options,
-    refuse_unread_activation,
-    routing_config,
-)
+from . import arguments
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
@@ -53,7 +32,7 @@ if TYPE_CHECKING:
 
     from .typed_options import RoutingOptions
 
-_sync_untraced = untraced(sync_step)  # a trace sees neither collectives nor hashes
+_sync_untraced = untraced(distributed.sync_step)  # a trace sees neither collectives nor hashes
 
 
 class MoELayer(nn.Module):
@@ -131,7 +110,7 @@ class MoELayer(nn.Module):
         experts: Sequence[nn.Module] | None = None,
         expert_network: str = "ffn",
         expert_options: Mapping[str, Any] | None = None,
-        groups: ExpertParallelGroups | None = None,
+        groups: distributed.ExpertParallelGroups | None = None,
         shared_expert_dim: int = 0,
         shared_expert_gate: bool = False,
         dropout: float = 0.0,
@@ -150,18 +129,19 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         names = inspect.signature(MoELayer).parameters
-        self.config = routing_config(config, num_experts, routing, names)
+        self.config = arguments.routing_config(config, num_experts, routing, names)
         self.layer_index, self.compute_aux = layer_index, compute_aux
         self.update_load = UpdateLoad()
-        self.groups = groups_for(self.config.num_experts, groups)
+        self.groups = arguments.groups_for(self.config.num_experts, groups)
         own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
         self.model_dim = model_dim
         self._checked_wrapper = False
-        self._configs = CallConfigs()
+        self._configs = arguments.CallConfigs()
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
         self.exchange_choice = self._choices.prepare(exchange)
-        gate = make_router(model_dim, self.config) if gate is None else own_gate(gate, self.config)
-        self.gate = gate
+        if gate is None:
+            gate = make_router(model_dim, self.config)
+        self.gate = arguments.own_gate(gate, self.config)
         self._gate_routes = isinstance(self.gate, Router)  # still true if the gate is wrapped later
         if experts is None and expert_fn is None:
             self.experts: ExpertBank = make_experts(
@@ -179,7 +159,7 @@ class MoELayer(nn.Module):
                 options=expert_options,
             )
         else:
-            refuse_network_options(
+            arguments.refuse_network_options(
                 "expert_fn" if experts is None else "experts",
                 hidden_dim=(hidden_dim, None),
                 expert_options=(expert_options, None),
@@ -192,8 +172,10 @@ class MoELayer(nn.Module):
             self.experts = own or own_experts(experts, expert_fn, self.groups, seed)
         self.exchange_choice.refuse_own_experts(self.experts)
         self.exchange_choice.refuse_capacity(self.config)
-        refuse_local_drop_of_slices(self.config, self.groups)
-        refuse_unread_activation(activation, self.experts, shared_expert_dim, expert_network)
+        arguments.refuse_local_drop_of_slices(self.config, self.groups)
+        arguments.refuse_unread_activation(
+            activation, self.experts, shared_expert_dim, expert_network
+        )
         if shared_expert_gate and not shared_expert_dim:
             raise ValueError("shared_expert_gate=True needs a shared_expert_dim > 0")
         dropouts = activation_dropout, dropout
@@ -209,12 +191,12 @@ class MoELayer(nn.Module):
         pad_mask: torch.Tensor | None = None,
         choices: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
-        step: StepAgreement | None = None,
+        step: distributed.StepAgreement | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
         exchange: ExchangeConfig | str | None = None,
         r: int | None = None,
-        record: ExchangeRecord | None = None,
+        record: distributed.ExchangeRecord | None = None,
         return_aux: bool = False,
         balance_later: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:
@@ -267,7 +249,7 @@ class MoELayer(nn.Module):
 
     def step_settings(
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
-    ) -> StepSettings:
+    ) -> distributed.StepSettings:
         """Return the settings that ranks must share in a call; ``dtype`` is that of the rows."""
         return self._settings(*self._resolve(None, top_k, capacity_factor, exchange, r), dtype)
 
@@ -289,7 +271,7 @@ class MoELayer(nn.Module):
         return memory_of_step(self, num_tokens, dtype)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> distributed.Exchange:
         """The layer's own exchange."""
         return self.exchange_choice.exchange
 
@@ -321,23 +303,23 @@ class MoELayer(nn.Module):
         choice.refuse_capacity(config)
         return config, choice
 
-    def _agree(self, config, choice, x_TM, step) -> StepAgreement:
+    def _agree(self, config, choice, x_TM, step) -> distributed.StepAgreement:
         """Return what the ranks agreed on for this call; collective without a step."""
         if not (self._checked_wrapper or torch.compiler.is_compiling()):
             self._checked_wrapper = True
-            refuse_plain_wrapper(self.experts, self.groups)
+            distributed.refuse_plain_wrapper(self.experts, self.groups)
         if step is None:
             if not self.groups.needs_sync:
-                return StepAgreement(x_TM.shape[0])
+                return distributed.StepAgreement(x_TM.shape[0])
             settings = self._settings(config, choice, x_TM.dtype)
             return _sync_untraced(x_TM.shape[0], settings, self.groups)
         if config is not self.config or choice.config not in (self.exchange_config, step.exchange):
-            check_agreement(step, lambda dtype: self._settings(config, choice, dtype))
+            arguments.check_agreement(step, lambda dtype: self._settings(config, choice, dtype))
         return step
 
-    def _settings(self, config, choice, dtype) -> StepSettings:
+    def _settings(self, config, choice, dtype) -> distributed.StepSettings:
         mode = "training" if self.training else "evaluation"
-        return StepSettings(config, choice.config, self.model_dim, mode, dtype)
+        return distributed.StepSettings(config, choice.config, self.model_dim, mode, dtype)
 
     def _router_call(self, config, choice, agreed, x, return_aux, steering) -> RouterCall:
         unasked = self.compute_aux and (self.training or torch.is_grad_enabled())
@@ -379,15 +361,15 @@ class MoELayer(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.experts_held is not None:
-            destination[prefix + HELD] = self.experts_held
+            destination[prefix + distributed.HELD] = self.experts_held
 
     @property
     def experts_held(self) -> torch.Tensor | None:
         """The entry ``experts_held`` of the state dict (``distributed.held_experts``)."""
-        return held_experts(self.groups)
+        return distributed.held_experts(self.groups)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
-        pop_held_experts(state_dict, prefix, self.groups)
+        distributed.pop_held_experts(state_dict, prefix, self.groups)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -7,19 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import moe
 from ..config import ExchangeConfig
 from ..distributed import sum_tensor_over_ranks_
-from ..moe import (
-    METRIC_NAMES,
-    UTILISATION_NAMES,
-    MoEAux,
-    MoELayer,
-    RoutingCounts,
-    balance_over_ranks,
-    routing_counts,
-    routing_metrics,
-    utilisation,
-)
 from ..moe.model import moe_layers
 
 COMBINE_METHODS = ("sum", "average")
@@ -38,7 +28,7 @@ class AuxLosses:
     def __init__(self, model: nn.Module, combine: str = "sum"):
         if combine not in COMBINE_METHODS:
             raise ValueError(f"combine={combine!r}: choose one of {', '.join(COMBINE_METHODS)}")
-        self.layers: list[tuple[str, MoEAux]] = []
+        self.layers: list[tuple[str, moe.MoEAux]] = []
         self.combine = combine
         self._modules = moe_layers(model)
         self._like = next(model.parameters(), torch.zeros(()))
@@ -60,7 +50,7 @@ class AuxLosses:
         return losses.sum() if self.combine == "sum" else losses.mean()
 
     @property
-    def by_name(self) -> dict[str, MoEAux]:
+    def by_name(self) -> dict[str, moe.MoEAux]:
         """Each layer's report; the last one if the layer was called several times."""
         return dict(self.layers)
 
@@ -80,8 +70,8 @@ class AuxLosses:
         """
         if not self.layers:
             return {}
-        means = routing_metrics([aux for _, aux in self.layers]).mean(1)
-        return dict(zip(METRIC_NAMES, means.tolist(), strict=True))
+        means = moe.routing_metrics([aux for _, aux in self.layers]).mean(1)
+        return dict(zip(moe.METRIC_NAMES, means.tolist(), strict=True))
 
     @torch.no_grad()
     def utilisation(self) -> dict[str, float]:
@@ -94,21 +84,21 @@ class AuxLosses:
         if not self.layers:
             return {}
         counts_L = [
-            routing_counts([aux], self._modules[name].groups, r)
+            moe.routing_counts([aux], self._modules[name].groups, r)
             for (name, aux), r in zip(self.layers, self._r, strict=True)
         ]
         sums = iter(_sum_over_ranks([count for counts in counts_L for count in counts]))
-        sums_L = [RoutingCounts(*(next(sums) for _ in counts)) for counts in counts_L]
-        means = torch.stack([torch.cat(utilisation(counts)) for counts in sums_L]).mean(0)
-        return dict(zip(UTILISATION_NAMES, means.tolist(), strict=True))
+        sums_L = [moe.RoutingCounts(*(next(sums) for _ in counts)) for counts in counts_L]
+        means = torch.stack([torch.cat(moe.utilisation(counts)) for counts in sums_L]).mean(0)
+        return dict(zip(moe.UTILISATION_NAMES, means.tolist(), strict=True))
 
     def finish(self) -> None:
         """Add the balance losses that need all ranks' counts; :func:`collect_aux` calls it."""
         names = [name for name, _ in self.layers]
-        finished = balance_over_ranks(aux for _, aux in self.layers)
+        finished = moe.balance_over_ranks(aux for _, aux in self.layers)
         self.layers = list(zip(names, finished, strict=True))
 
-    def add(self, name: str, aux: MoEAux, call: Mapping[str, Any]) -> None:
+    def add(self, name: str, aux: moe.MoEAux, call: Mapping[str, Any]) -> None:
         """Take the report of one call of a layer; ``call`` has the call's arguments."""
         self.layers.append((name, aux))
         r = call.get("r")
@@ -245,7 +235,7 @@ def update_load_bias(
     update_load_biases(layers.values(), _sum_over_ranks(counts_L), held_L)
 
 
-def _bias_counts(layers: Mapping[str, MoELayer], found: AuxLosses) -> list[torch.Tensor]:
+def _bias_counts(layers: Mapping[str, moe.MoELayer], found: AuxLosses) -> list[torch.Tensor]:
     """Return one forward pass's bias counts of each layer; their shapes may differ."""
     counts = {name: aux.bias_counts for name, aux in found.layers}
     known = [count for name in layers if (count := counts.get(name)) is not None]
@@ -266,7 +256,7 @@ def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def update_load_biases(
-    layers: Iterable[MoELayer],
+    layers: Iterable[moe.MoELayer],
     counts_L: Iterable[torch.Tensor],
     held_L: Iterable[torch.Tensor | None],
 ) -> None:

@@ -21,24 +21,14 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from .. import distributed
 from ..config import EXPERT_GRAD_NORMALIZATIONS
-from ..distributed import (
-    ExpertParallelGroups,
-    copies_of,
-    is_expert,
-    is_sharded,
-    process_world,
-    sharded_grad_scaler,
-    sharded_norm,
-    sum_over_replicas_,
-    sum_tensor_over_ranks_,
-)
 from ..moe.model import moe_layers, unwrap
 
 
 @torch.no_grad()
 def average_expert_grad(
-    grad: torch.Tensor, groups: ExpertParallelGroups, copies: int | None = None
+    grad: torch.Tensor, groups: distributed.ExpertParallelGroups, copies: int | None = None
 ) -> torch.Tensor:
     """Return the mean over all ranks of one expert gradient, as DDP does for dense gradients.
 
@@ -48,12 +38,14 @@ def average_expert_grad(
     if groups.world_size == 1 or groups.simulated:
         return grad
     mean = grad / groups.world_size
-    return mean if copies == 1 else sum_over_replicas_(mean, groups)
+    return mean if copies == 1 else distributed.sum_over_replicas_(mean, groups)
 
 
 @torch.no_grad()
 def reduce_expert_grads(
-    params: Iterable[nn.Parameter], groups: ExpertParallelGroups, normalization: str = "world_size"
+    params: Iterable[nn.Parameter],
+    groups: distributed.ExpertParallelGroups,
+    normalization: str = "world_size",
 ) -> None:
     """Average expert gradients over replicas and normalise them, in place. Collective.
 
@@ -82,20 +74,20 @@ def reduce_expert_grads(
     scale = 1.0 / (divisor * (groups.world_size / block))
     grads, copied = [], []
     for param in params:
-        if is_expert(param) and param.requires_grad:
+        if distributed.is_expert(param) and param.requires_grad:
             if param.grad is None:  # replicas must take part in the same collectives
                 param.grad = torch.zeros_like(param)
             grads.append(param.grad)
-            if copies_of(param, groups) > 1:
+            if distributed.copies_of(param, groups) > 1:
                 copied.append(param.grad)
     _scale_(grads, scale)
     for grad in copied:
-        sum_over_replicas_(grad, groups)
+        distributed.sum_over_replicas_(grad, groups)
 
 
 @torch.no_grad()
 def expert_grad_sq_norm(
-    params: Iterable[nn.Parameter], groups: ExpertParallelGroups
+    params: Iterable[nn.Parameter], groups: distributed.ExpertParallelGroups
 ) -> torch.Tensor:
     """Return the squared L2 norm of the gradients of all E experts. Collective.
 
@@ -115,9 +107,11 @@ def expert_grad_sq_norm(
     """
     params = list(params)
     device = params[0].device if params else torch.device("cpu")
-    total = sq_norm_of_copies([p for p in params if is_expert(p)], groups, device).float()
+    total = sq_norm_of_copies(
+        [p for p in params if distributed.is_expert(p)], groups, device
+    ).float()
     if groups.world_size > 1 and not groups.simulated:
-        sum_tensor_over_ranks_(total)
+        distributed.sum_tensor_over_ranks_(total)
         total /= groups.num_replicas
     return total
 
@@ -153,17 +147,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             f"max_norm={max_norm}: update_in_backward has updated experts before the norm is known"
         )
     dense = [p.grad for p in model.parameters() if p not in experts and p.grad is not None]
-    plain = [grad for grad in dense if not is_sharded(grad)]
-    sharded = [grad for grad in dense if is_sharded(grad)]
+    plain = [grad for grad in dense if not distributed.is_sharded(grad)]
+    sharded = [grad for grad in dense if distributed.is_sharded(grad)]
     device = next(model.parameters()).device
     sq_norm = torch.zeros((), dtype=torch.float64, device=device)
     for layer in layers:
         total = sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
         sq_norm += total / layer.groups.num_replicas
-    sum_tensor_over_ranks_(sq_norm)
+    distributed.sum_tensor_over_ranks_(sq_norm)
     sq_norm += _sq_norm(plain, device)
     if sharded:
-        sq_norm += sharded_norm(sharded).to(sq_norm).square()
+        sq_norm += distributed.sharded_norm(sharded).to(sq_norm).square()
     norm = sq_norm.sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     plain += [p.grad for p in experts if p.grad is not None]
@@ -199,9 +193,9 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
         torch.amp.GradScaler: its step is collective on several ranks.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if process_world()[1] == 1 or not options.get("enabled", True):
+    if distributed.process_world()[1] == 1 or not options.get("enabled", True):
         return torch.amp.GradScaler(device, **options)
-    return sharded_grad_scaler(device, **options)
+    return distributed.sharded_grad_scaler(device, **options)
 
 
 def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -211,11 +205,11 @@ def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
 
 
 def sq_norm_of_copies(
-    params: Iterable[nn.Parameter], groups: ExpertParallelGroups, device: torch.device
+    params: Iterable[nn.Parameter], groups: distributed.ExpertParallelGroups, device: torch.device
 ) -> torch.Tensor:
     """Return an fp64 scalar; summed over all ranks: ``num_replicas`` times the squared norm."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    grads = [(copies_of(p, groups), p.grad) for p in params if p.grad is not None]
+    grads = [(distributed.copies_of(p, groups), p.grad) for p in params if p.grad is not None]
     for copies in {copies for copies, _ in grads}:
         of_these = [grad for count, grad in grads if count == copies]
         total += _sq_norm(of_these, device) * (groups.num_replicas / copies)

@@ -6,15 +6,8 @@ from typing import Any
 
 import torch
 
+from .. import distributed
 from ..config import OVERLAP_DEGREES
-from ..distributed import (
-    build_exchange,
-    expert_parallelism,
-    gather_integers,
-    possible_r,
-    process_world,
-    ranks_per_node,
-)
 from ..distributed.exchanges import exchange_candidates
 from ..moe import MoELayer
 from ..moe.memory import free_memory
@@ -36,7 +29,7 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
             raise ValueError(f"{name!r} cannot be tuned; choose of {', '.join(TUNABLE)}")
     sizes = [base.r]
     if "r" in tuned and all(layer.experts.can_be_gathered for layer in layers):
-        sizes = possible_r(groups) if all_r else _r_in_memory(layers)
+        sizes = distributed.possible_r(groups) if all_r else _r_in_memory(layers)
     axes = []
     if "algorithm" in tuned:
         names, fit = exchange_candidates(), []
@@ -45,7 +38,7 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
             for layer in layers:
                 layer.prepare_exchanges([config])
             configs = [dataclasses.replace(config, r=r) for r in sizes if r]
-            if any(build_exchange(each, groups).name == name for each in configs):
+            if any(distributed.build_exchange(each, groups).name == name for each in configs):
                 fit.append(name)
         axes.append(Axis("algorithm", tuple(fit or names[:1]), ordered=False))
     if "overlap_degree" in tuned:
@@ -62,21 +55,21 @@ def _r_in_memory(layers) -> list[int]:
     The least free memory of all ranks counts. Collective.
     """
     groups, own = layers[0].groups, layers[0].exchange_config.r
-    device, world_size = next(layers[0].parameters()).device, process_world()[1]
+    device, world_size = next(layers[0].parameters()).device, distributed.process_world()[1]
     free = free_memory(device)
     if free is None:
         free = _UNKNOWN_MEMORY
     if device.type != "cuda":  # unequal nodes: as if all ranks were on one
-        free //= ranks_per_node() or world_size
+        free //= distributed.ranks_per_node() or world_size
     if world_size > 1:
-        free = min(line[0] for line in gather_integers([free]))
+        free = min(line[0] for line in distributed.gather_integers([free]))
     held = sum(param.nbytes for layer in layers for param in layer.experts.parameters())
 
     def fits(r):
-        gathered = expert_parallelism(groups, r).gather_size
+        gathered = distributed.expert_parallelism(groups, r).gather_size
         return gathered == 1 or 2 * held * gathered <= free
 
-    return [r for r in possible_r(groups) if r == own or fits(r)]
+    return [r for r in distributed.possible_r(groups) if r == own or fits(r)]
 
 
 def check_layers_match(layers: Sequence[MoELayer]) -> MoELayer:
@@ -97,8 +90,8 @@ def signature(layer: MoELayer) -> dict[str, Any]:
     device = next(layer.parameters()).device
     on_gpu = device.type == "cuda"
     return {
-        "ranks": process_world()[1],
-        "ranks_per_node": layer.exchange_config.ranks_per_node or ranks_per_node(),
+        "ranks": distributed.process_world()[1],
+        "ranks_per_node": layer.exchange_config.ranks_per_node or distributed.ranks_per_node(),
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,

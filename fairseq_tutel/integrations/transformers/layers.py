@@ -3,20 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from ...moe import (
-    MoEConfig,
-    MoELayer,
-    Router,
-    RouterAux,
-    RouterCall,
-    Routing,
-    TopKRouter,
-    build_routing,
-)
+from ... import moe
 from .blocks import Description
 
 
-class KeptRouter(TopKRouter):
+class KeptRouter(moe.TopKRouter):
     """Router that takes its logits from the model's own router, which stays in the model.
 
     What the model's router chooses is computed and not used. Its parameters are ``gate.wg.*`` in
@@ -27,7 +18,7 @@ class KeptRouter(TopKRouter):
         self,
         router: nn.Module,
         model_dim: int,
-        config: MoEConfig,
+        config: moe.MoEConfig,
         description: Description,
     ):
         super().__init__(model_dim, config)
@@ -59,7 +50,7 @@ class KeptShared(nn.Module):
         return y_TM if self.gate is None else torch.sigmoid(self.gate(x_TM)) * y_TM
 
 
-class ChoiceRouter(Router):
+class ChoiceRouter(moe.Router):
     """Router of experts and weights that the model's block has chosen.
 
     There are no probabilities: its balance loss and entropy are 0.
@@ -68,8 +59,8 @@ class ChoiceRouter(Router):
     choice: tuple[Tensor, Tensor] | None = None  # of the call that runs, [T, K] each
 
     def forward(
-        self, x_TM: Tensor, pad_mask_T: Tensor | None, call: RouterCall
-    ) -> tuple[Routing, RouterAux | None]:
+        self, x_TM: Tensor, pad_mask_T: Tensor | None, call: moe.RouterCall
+    ) -> tuple[moe.Routing, moe.RouterAux | None]:
         if self.choice is None:
             raise ValueError("experts of a replaced model are called by their block")
         index_TK, weight_TK = self.choice
@@ -79,14 +70,14 @@ class ChoiceRouter(Router):
             outside_TK = outside_TK | pad_mask_T[:, None]
         expert_TK = index_TK.masked_fill(outside_TK, -1).to(torch.int32)
         weight_TK = weight_TK.to(torch.promote_types(weight_TK.dtype, torch.float32))
-        routing = build_routing(expert_TK, weight_TK, call)
+        routing = moe.build_routing(expert_TK, weight_TK, call)
         if not call.reports:
             return routing, None
         zero = weight_TK.new_zeros((), dtype=torch.float32)
-        return routing, RouterAux(zero + 0 * weight_TK.sum(), zero, routing.num_routed_KE)
+        return routing, moe.RouterAux(zero + 0 * weight_TK.sum(), zero, routing.num_routed_KE)
 
 
-class ChosenExperts(MoELayer):
+class ChosenExperts(moe.MoELayer):
     """MoE layer in the place of a model's experts: its block routes, and calls it as them."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **call):

@@ -15,21 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import ops
+from ... import distributed, ops
 from ...config import Options
-from ...distributed import (
-    ExpertParallelism,
-    declare_slices,
-    gather_weights,
-    mark_expert,
-    slice_size,
-    take_slice,
-    whole_shape,
-)
 from ..torch_modes import is_observed, untraced
 from .base import ExpertBank, ExpertRows, PreparedExperts
 
-_gather_weights = untraced(gather_weights)  # a trace does not see collectives
+_gather_weights = untraced(distributed.gather_weights)  # a trace does not see collectives
 
 
 class Stacked:
@@ -91,7 +82,7 @@ class StackedExperts(ExpertBank):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         for stacked in cls.__dict__.get("layout", {}).values():
-            declare_slices(dict.fromkeys(stacked.names, stacked.slice_dim))
+            distributed.declare_slices(dict.fromkeys(stacked.names, stacked.slice_dim))
 
     def __init__(
         self,
@@ -123,7 +114,7 @@ class StackedExperts(ExpertBank):
         self.hidden_dim = hidden_dim
         self.hidden_slice = hidden_slice
         self.num_holders = num_holders
-        units = slice_size(hidden_dim, hidden_slice[1])
+        units = distributed.slice_size(hidden_dim, hidden_slice[1])
         for name, stacked in self.layout.items():
             count = len(self.expert_ids) * len(stacked.names)
             values = torch.empty((count, *stacked.shape(model_dim, units)))
@@ -161,7 +152,7 @@ class StackedExperts(ExpertBank):
     def mark(self) -> None:
         for name, stacked in self.layout.items():
             slices = 1 if stacked.slice_dim is None else self.hidden_slice[1]
-            mark_expert(getattr(self, name), self.num_holders // slices)
+            distributed.mark_expert(getattr(self, name), self.num_holders // slices)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -178,7 +169,7 @@ class StackedExperts(ExpertBank):
                     bound = 1 / math.sqrt(fan_in.setdefault(single.split(".")[0], shape[-1]))
                     values = torch.empty(shape, device=device)
                     values.uniform_(-bound, bound, generator=generator)
-                    mine = take_slice(values, single, *self.hidden_slice)
+                    mine = distributed.take_slice(values, single, *self.hidden_slice)
                     getattr(self, name)[slot * len(stacked.names) + number].copy_(mine)
 
     def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
@@ -213,7 +204,7 @@ class StackedExperts(ExpertBank):
         return bank
 
     def prepare(
-        self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None
+        self, dtype: torch.dtype, parallelism: distributed.ExpertParallelism | None = None
     ) -> PreparedExperts:
         # slices leave dropout of the output to the tokens' rank: it must not depend on r
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
@@ -340,8 +331,8 @@ def fitting_tensors(
             missing_keys.append(key)
             continue
         # a state dict holds whole experts, or only the slice that is here
-        if value.shape == whole_shape(shape, single, hidden_slice[1]):
-            value = take_slice(value, single, *hidden_slice)
+        if value.shape == distributed.whole_shape(shape, single, hidden_slice[1]):
+            value = distributed.take_slice(value, single, *hidden_slice)
         if value.shape == shape:
             found[single] = value
         else:

@@ -5,17 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ... import distributed
 from ...checkpoint import split_key
-from ...distributed import (
-    ExpertParallelGroups,
-    SliceGather,
-    full_tensor,
-    gather_from_experts,
-    process_world,
-    shard_like,
-    slice_dim,
-    without_held_experts,
-)
 from ...moe.model import unwrap
 from .save_load import load_weights, placements_by_prefix
 
@@ -39,13 +30,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     model = unwrap(model)
     placements = placements_by_prefix(model)
-    rank, _ = process_world()
+    rank, _ = distributed.process_world()
     full = {}
-    for key, value in without_held_experts(model.state_dict()).items():
+    for key, value in distributed.without_held_experts(model.state_dict()).items():
         prefix, slot, rest = split_key(key) or ("", 0, "")
         groups = placements.get(prefix)
         if groups is None:
-            parts, names = [full_tensor(value)], [key]
+            parts, names = [distributed.full_tensor(value)], [key]
         else:
             parts, local = gather_expert(value, key, groups), groups.num_local_experts
             names = [f"{prefix}{n * local + slot}{rest}" for n in range(groups.ep_size)]
@@ -69,14 +60,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     model = unwrap(model)
     placements = placements_by_prefix(model)
     mine, wanted = {}, set()
-    for key, value in without_held_experts(model.state_dict()).items():
+    for key, value in distributed.without_held_experts(model.state_dict()).items():
         prefix, slot, rest = split_key(key) or ("", 0, "")
         groups = placements.get(prefix)
         name = key if groups is None else f"{prefix}{groups.local_experts[slot]}{rest}"
         wanted.add(name)
         if name not in state:
             raise ValueError(f"the state dict lacks {name}")
-        mine[key] = shard_like(state[name], value)
+        mine[key] = distributed.shard_like(state[name], value)
     for name in state:
         prefix, number, _ = split_key(name) or ("", 0, "")
         known = placements[prefix].num_experts if prefix in placements else 0
@@ -86,7 +77,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def gather_expert(
-    value: torch.Tensor, key: str, groups: ExpertParallelGroups
+    value: torch.Tensor, key: str, groups: distributed.ExpertParallelGroups
 ) -> list[torch.Tensor] | None:
     """Return one tensor of an expert of each rank, whole, on the first rank; None on others.
 
@@ -94,9 +85,9 @@ def gather_expert(
     """
     if groups.num_slices > 1:
         wholes = {key: value}
-        if slice_dim(key) is not None:
-            wholes = SliceGather(wholes, groups, value.device).run()
+        if distributed.slice_dim(key) is not None:
+            wholes = distributed.SliceGather(wholes, groups, value.device).run()
         if wholes is None or groups.slice_index > 0:
             return None
         value = wholes[key]
-    return gather_from_experts(value.contiguous(), groups)
+    return distributed.gather_from_experts(value.contiguous(), groups)

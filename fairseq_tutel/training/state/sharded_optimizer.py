@@ -16,16 +16,8 @@ from typing import Any
 
 import torch
 
+from ... import distributed
 from ...checkpoint import CheckpointError
-from ...distributed import (
-    as_bytes,
-    broadcast_from_owners_,
-    is_expert,
-    is_sharded,
-    process_world,
-    send_to_first,
-    share_out,
-)
 from . import all_ranks
 
 _ATTRIBUTE = "optimizer_shards"
@@ -52,7 +44,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: the optimizer has state already.
     """
-    if getattr(optimizer, _ATTRIBUTE, None) is None and process_world()[1] > 1:
+    if getattr(optimizer, _ATTRIBUTE, None) is None and distributed.process_world()[1] > 1:
         setattr(optimizer, _ATTRIBUTE, _Shards(optimizer))
 
 
@@ -93,12 +85,15 @@ class _Shards:
     def __init__(self, optimizer: torch.optim.Optimizer):
         if optimizer.state:
             raise ValueError("an optimizer is sharded before it has state: before steps or loading")
-        self._rank, world_size = process_world()
+        self._rank, world_size = distributed.process_world()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # a matrix of an expert belongs to the expert
-        own = [is_expert(getattr(p, "stack", p)) or is_sharded(p) for p in params]
+        own = [
+            distributed.is_expert(getattr(p, "stack", p)) or distributed.is_sharded(p)
+            for p in params
+        ]
         dense = [i for i, is_own in enumerate(own) if not is_own]
-        owners = share_out([params[i].numel() for i in dense], world_size)
+        owners = distributed.share_out([params[i].numel() for i in dense], world_size)
         # by their numbers in state dicts
         self._owners = dict(zip(dense, owners, strict=True))
         self._owned: dict[int, list[torch.Tensor]] = {}
@@ -118,7 +113,7 @@ class _Shards:
         for param, grad in self._set_aside:
             param.grad = grad
         self._set_aside = []
-        broadcast_from_owners_(self._owned)
+        distributed.broadcast_from_owners_(self._owned)
 
     def take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """See :func:`own_optimizer_state`."""
@@ -149,7 +144,9 @@ class _Shards:
             entries = held if owner == self._rank else others.get(owner, [])
             tensors = [value.contiguous() for _, _, value in entries if torch.is_tensor(value)]
             sizes = [size for *_, size in forms[owner] if size is not None]
-            send_to_first(owner, sizes, [as_bytes(tensor) for tensor in tensors])
+            distributed.send_to_first(
+                owner, sizes, [distributed.as_bytes(tensor) for tensor in tensors]
+            )
             for index, key, value in others.get(owner, ()):
                 states[index] = {**states.get(index, {}), key: value}
         return {**state_dict, "state": states}

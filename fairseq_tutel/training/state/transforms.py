@@ -12,45 +12,36 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import distributed
 from ...checkpoint import CheckpointError, split_key
 from ...checkpoint.state import MODEL, NAMED_STATE, OPTIMIZER, map_state
-from ...distributed import (
-    ExpertParallelGroups,
-    SliceGather,
-    full_tensor,
-    is_sharded,
-    process_world,
-    slice_as_dtensor,
-    slice_dim,
-    without_held_experts,
-)
 from . import all_ranks
 
 State = Mapping[str, Any]
 # (state as save_state() takes it, placement of the experts, name of the operation for errors) ->
 # state. Only rank 0's dense entries and the experts of ranks with slice 0 are written.
-SaveTransform = Callable[[State, ExpertParallelGroups, str], State]
+SaveTransform = Callable[[State, distributed.ExpertParallelGroups, str], State]
 
 
-def drop_held_experts(state: State, groups: ExpertParallelGroups, what: str) -> State:
+def drop_held_experts(state: State, groups: distributed.ExpertParallelGroups, what: str) -> State:
     """Drop the marks of the experts that a rank's state dict holds; files have metadata."""
-    return {**state, MODEL: without_held_experts(state[MODEL])}
+    return {**state, MODEL: distributed.without_held_experts(state[MODEL])}
 
 
-def gather_sharded(state: State, groups: ExpertParallelGroups, what: str) -> State:
+def gather_sharded(state: State, groups: distributed.ExpertParallelGroups, what: str) -> State:
     """Gather the tensors that ``fully_shard`` has sharded on rank 0's CPU. Collective."""
-    rank, _ = process_world()
+    rank, _ = distributed.process_world()
 
     def whole(name: str, key: str | None, value: Any) -> Any:
-        if not (torch.is_tensor(value) and is_sharded(value)):
+        if not (torch.is_tensor(value) and distributed.is_sharded(value)):
             return value
-        full = full_tensor(value)  # collective
+        full = distributed.full_tensor(value)  # collective
         return full.cpu() if rank == 0 else value
 
     return map_state(state, whole)
 
 
-def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
+def join_slices(state: State, groups: distributed.ExpertParallelGroups, what: str) -> State:
     """Join the slices of experts on the CPU of the ranks with slice 0. Collective.
 
     Other ranks get their state back. Before any transfer all ranks raise CheckpointError if state
@@ -59,11 +50,13 @@ def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
     """
     if groups.num_slices == 1:
         return state
-    gathers: list[SliceGather] = []
+    gathers: list[distributed.SliceGather] = []
 
     def prepare() -> str:
         entries = list(_expert_entries(state))
-        gathers.append(SliceGather({e.path: e.value for e in entries if e.is_cut}, groups))
+        gathers.append(
+            distributed.SliceGather({e.path: e.value for e in entries if e.is_cut}, groups)
+        )
         return json.dumps(_signature(entries))
 
     signatures = [json.loads(text) for text in all_ranks().run_on_all_ranks(what, prepare)]
@@ -74,7 +67,7 @@ def join_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
     return map_state(state, lambda name, key, value: wholes.get(_path(name, key), value))
 
 
-def spread_slices(state: State, groups: ExpertParallelGroups, what: str) -> State:
+def spread_slices(state: State, groups: distributed.ExpertParallelGroups, what: str) -> State:
     """Turn slices into DTensors over the ranks of their expert, without gathering them.
 
     Raises CheckpointError for state that mixes the hidden units of an expert.
@@ -82,7 +75,7 @@ def spread_slices(state: State, groups: ExpertParallelGroups, what: str) -> Stat
     if groups.num_slices == 1:
         return state
     cut = {
-        entry.path: slice_as_dtensor(entry.value, entry.path, groups)
+        entry.path: distributed.slice_as_dtensor(entry.value, entry.path, groups)
         for entry in _expert_entries(state)
         if entry.is_cut
     }
@@ -110,7 +103,7 @@ def _expert_entries(state: State) -> Iterator[_Entry]:
     cut = {
         name: param
         for name, param in state[MODEL].items()
-        if split_key(name) is not None and slice_dim(name) is not None
+        if split_key(name) is not None and distributed.slice_dim(name) is not None
     }
     for name, param in cut.items():
         yield _Entry(name, param, True)
@@ -142,7 +135,7 @@ def _signature(entries: list[_Entry]) -> list[str]:
     return [hashlib.sha256("\n".join(texts).encode()).hexdigest() for texts in (forms, numbers)]
 
 
-def _refuse_differences(signatures, groups: ExpertParallelGroups, what: str) -> None:
+def _refuse_differences(signatures, groups: distributed.ExpertParallelGroups, what: str) -> None:
     if len({forms for forms, _ in signatures}) > 1:
         raise CheckpointError(
             f"{what}: the ranks differ in the names, shapes or dtypes of what they hold of experts"
