@@ -79,11 +79,9 @@ class ExchangeChoice(NamedTuple):
 
         Local drop is NLLB's ``--moe-local-drop`` (gating dropout, arXiv 2205.14336): in a training
         step a layer exchanges nothing, with a probability. Rank p, with e local experts, then
-        computes rows for expert ``q * e + j`` by its own expert ``p * e + j``. Routing, capacity,
-        losses and weights do not change.
-
-        ``draw`` is the random number that the ranks agreed on, so that all ranks and a
-        recomputation decide alike; None in evaluation. ``layer_index`` makes layers independent.
+        computes rows for expert ``q * e + j`` by its own expert ``p * e + j``. ``draw`` is the
+        random number that the ranks agreed on, so that all ranks and a recomputation decide alike;
+        None in evaluation.
         """
         probability = call.config.local_drop if call.training else 0.0
         if probability == 0 or draw is None or not self.communicates:
@@ -100,11 +98,8 @@ class ExchangeChoice(NamedTuple):
 class ExchangeChoices:
     """Cache of a layer's exchanges, by their options.
 
-    Args:
-        groups: placement of the experts.
-        timed: measure the exchanges. Timed exchanges are not chunked, because overlap would hide
-            their cost.
-        skip: copy rows instead of sending them, for benchmarks.
+    ``timed`` exchanges are measured and not chunked, because overlap would hide their cost.
+    ``skip`` copies rows instead of sending them, for benchmarks.
     """
 
     def __init__(self, groups: distributed.ExpertParallelGroups, *, timed: bool, skip: bool):

@@ -16,19 +16,12 @@ from ..config import MoEConfig, share_ends
 
 @dataclasses.dataclass
 class Steering:
-    """Choices of one call of a layer.
+    """Choices of one call of a layer."""
 
-    Attributes:
-        given_TK: int32, choices to route by; None: the router chooses.
-        weight_TK: fp32 or fp64 weights of the given choices; None: the gate's.
-        taken: whether the router used the given choices.
-        chosen_TK: int32, what the router chose; None if it does not say so.
-    """
-
-    given_TK: torch.Tensor | None = None
-    weight_TK: torch.Tensor | None = None
-    taken: bool = False
-    chosen_TK: torch.Tensor | None = None
+    given_TK: torch.Tensor | None = None  # int32, choices to route by; None: the router chooses
+    weight_TK: torch.Tensor | None = None  # fp32 or fp64, of the given choices; None: the gate's
+    taken: bool = False  # whether the router used the given choices
+    chosen_TK: torch.Tensor | None = None  # int32, by the router; None if it does not say so
 
     def finish(
         self,

@@ -26,13 +26,10 @@ class RouterCall:
         config: routing options of this call.
         training: whether the layer is in training mode.
         num_tokens: T that all ranks agreed on, the largest of any rank.
-        num_sequences: number of this rank's sequences, of one length and one after the other
-            (default 1).
+        num_sequences: this rank's sequences, of one length, one after the other (default 1).
         compact: lay rows out by need even if the capacity is fixed (default False).
-        reports: whether losses and counts are read (default True). Otherwise a router may return
-            None.
-        reports_again: whether a recomputation by activation checkpointing computes them too
-            (default True).
+        reports: whether losses and counts are read (default True); else a router may return None.
+        reports_again: whether recomputation by checkpointing computes them too (default True).
         steering: given choices, or a place for the choices if they are recorded (default None).
     """
 
@@ -152,8 +149,7 @@ def build_routing(
 
     For K > 1 the gate values are divided by their sum: over all K with
     ``normalize_before_dropping``, otherwise over the kept pairs. The weight is the gate value for
-    K = 1 (Switch Transformer, arXiv 2101.03961, eq. 2), and with ``unnormalized_weights``. Dropped
-    pairs have weight zero.
+    K = 1 (Switch Transformer, arXiv 2101.03961, eq. 2), and with ``unnormalized_weights``.
 
     Args:
         expert_TK: int32 [T, K], -1 for pairs that must not be routed.

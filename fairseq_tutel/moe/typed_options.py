@@ -1,8 +1,6 @@
-"""Types of keyword arguments, for editors and type checkers.
+"""Types of keyword arguments, for editors and type checkers; nothing reads them at run time.
 
-Nothing reads them at run time. ``tests/moe/test_typed_options.py`` compares them with the fields of
-:class:`~fairseq_tutel.config.MoEConfig` and the arguments of
-:class:`~fairseq_tutel.moe.MoELayer`, which explain each option.
+``tests/moe/test_typed_options.py`` compares them with MoEConfig and MoELayer, which explain them.
 """
 
 from __future__ import annotations

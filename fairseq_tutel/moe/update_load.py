@@ -10,14 +10,10 @@ _PASSES_UNTIL_WARNING = 1024
 
 
 class UpdateLoad:
-    """Choices of a layer's experts in the forward passes of an update (``balance_scope="update"``).
-
-    Attributes:
-        pairs: int64 [E + 1], pairs by expert and their number, over all ranks; None before the
-            first pass.
-    """
+    """Choices of a layer's experts in the forward passes of an update."""
 
     def __init__(self):
+        # int64 [E + 1], pairs by expert and their number, over all ranks; None before the first
         self.pairs: torch.Tensor | None = None
         self._passes = 0
 

@@ -113,9 +113,6 @@ class AuxLosses:
 def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     """Collect the aux losses and counts of a model's MoE layers in a forward pass.
 
-    Use it if the model does not return the layers' reports. Calls of the layers return the same as
-    without it:
-
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> _ = torch.manual_seed(0)
@@ -137,10 +134,9 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
         AuxLosses: the reports, complete at the end of the block.
 
     Activation checkpointing recomputes layers after the block, so their losses do not count twice.
-    With ``use_reentrant=True`` the collected losses have no gradient, because torch runs the layers
-    without gradients first. Layers inside a module that ``torch.compile`` compiled do not report.
-    The end of the block is collective, one reduction, with ``balance_scope="global"`` or
-    ``"update"``.
+    With ``use_reentrant=True`` the losses have no gradient, because torch runs the layers without
+    gradients first. Layers inside a module that ``torch.compile`` compiled do not report. The end
+    of the block is collective with ``balance_scope="global"`` or ``"update"``.
     """
     found = AuxLosses(model, combine)
     handles = []

@@ -5,14 +5,12 @@ ranks, so every gradient should be ``sum_r g_r / W``. (fairseq multiplies by W /
 
 The all-to-all's backward pass already adds an expert's gradient over all ranks that sent it tokens.
 So it is divided, not averaged: by W with normalisation ``world_size``, by sqrt(W) with
-``sqrt_world_size`` (fairseq's README.moe.md). A replica has the sum over its block of ranks only.
-Replicas are averaged first, and the divisor is the size of a block; for ``world_size`` the result
-is again the sum over all ranks / W. With E < W experts, the largest blocks have E ranks and
-``sqrt_world_size`` divides by sqrt(E). Smaller blocks change no gradient.
+``sqrt_world_size`` (fairseq's README.moe.md). A replica has the sum over its block of ranks only:
+replicas are averaged first, and the divisor is the size of a block. With E < W experts, the largest
+blocks have E ranks and ``sqrt_world_size`` divides by sqrt(E). Smaller blocks change no gradient.
 
 The gradient of a slice is the sum over all W ranks at once. Parameters that every holder of a slice
-has (fc2's bias) are summed like replicas. The number of copies of a parameter decides
-(:func:`~fairseq_tutel.distributed.copies_of`).
+has (fc2's bias) are summed like replicas.
 """
 
 import math
@@ -49,8 +47,8 @@ def reduce_expert_grads(
 ) -> None:
     """Average expert gradients over replicas and normalise them, in place. Collective.
 
-    For hosts that reduce gradients once per update. Do not combine it with
-    :func:`~fairseq_tutel.training.prepare_data_parallel`, which reduces them as they arrive.
+    For hosts without :func:`~fairseq_tutel.training.prepare_data_parallel`, which reduces gradients
+    as they arrive.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
@@ -120,9 +118,8 @@ def expert_grad_sq_norm(
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip the gradients of a model by one L2 norm over all ranks, in place. Collective.
 
-    The norm covers the dense parameters and the experts of all ranks, replicas counted once. It is
-    the norm of one process with all experts. Call it after the backward pass, when gradients are
-    reduced (:func:`~.data_parallel.wrap_data_parallel` does it) and unscaled.
+    The norm is that of one process with all experts. Call it when gradients are reduced
+    (:func:`~.data_parallel.wrap_data_parallel` does it) and unscaled.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer

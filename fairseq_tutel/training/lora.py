@@ -77,7 +77,7 @@ def add_lora(
 def merge_lora(model: nn.Module) -> None:
     """Add the updates to the experts' weights, in place, and remove LoRA; not collective.
 
-    The model then has the parameters of a model without LoRA, frozen; experts in int8 become bf16.
+    The model's parameters stay frozen; experts in int8 become bf16.
 
     >>> import torch
     >>> from fairseq_tutel.moe import MoELayer

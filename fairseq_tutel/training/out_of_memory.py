@@ -33,8 +33,7 @@ def memory_held(
 ) -> dict[str, int]:
     """Return the allocated bytes by kind: weights, gradients, copies, optimizer state.
 
-    On a GPU also the peak of everything else since ``torch.cuda.reset_peak_memory_stats``. A
-    DTensor counts with this rank's part.
+    On a GPU also the peak of everything else. A DTensor counts with this rank's part.
     """
     params = list(params)
     stepped = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]

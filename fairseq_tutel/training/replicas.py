@@ -1,8 +1,7 @@
 """Check that the ranks' dense parameters do not drift apart.
 
-The backward pass makes dense gradients equal on all ranks, and they must be equal when an optimizer
-uses them. A norm or an overflow check over one rank's own experts changes the gradients, or the
-number of steps, on that rank alone. Then nothing fails, but the ranks train W different models.
+A norm or an overflow check over one rank's own experts changes the gradients, or the number of
+steps, on that rank alone. Then nothing fails, but the ranks train W different models.
 """
 
 import json

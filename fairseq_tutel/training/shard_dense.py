@@ -1,8 +1,7 @@
 """torch's FSDP2 (``fully_shard``) for models with experts: dense parameters are sharded.
 
-Weights, gradients and optimizer state of dense parameters take 1/W of the memory each; a block is
-gathered while it computes. Experts stay on their ranks, whole or in slices. All gradients are those
-of the mean of the ranks' losses, also with gradient accumulation
+A block is gathered while it computes. Experts stay on their ranks, whole or in slices. All
+gradients are those of the mean of the ranks' losses, also with gradient accumulation
 (``model.set_requires_gradient_sync(False)`` for all but the last backward pass of a step).
 """
 

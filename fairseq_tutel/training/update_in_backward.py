@@ -19,7 +19,6 @@ def update_in_backward(
 ) -> BackwardUpdates:
     """Update each expert tensor as soon as its gradient is complete, and free the gradient.
 
-    The optimizer steps the tensor inside the backward pass, with its options of that moment;
     ``optimizer.step()`` then steps the other parameters. Weights are those of usual steps if the
     optimizer steps each tensor by itself, as SGD and Adam do.
 

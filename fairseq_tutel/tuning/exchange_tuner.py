@@ -37,14 +37,9 @@ class ExchangeTuner:
         tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, from ``TUNABLE``
             (default: algorithm and overlap degree).
         steps: steps of a trial (default 5); the first is not measured.
-        max_loss: share of the run's time that trials may cost before no further trial starts
-            (default 0.02).
+        max_loss: share of the run's time after which no further trial starts (default 0.02).
         pinned: text of :meth:`file`. The tuner uses its choices and measures nothing, so rounding
             does not depend on times (default None: measure).
-
-    Attributes:
-        space: the choices.
-        signature: ranks, nodes, device and versions, on which times depend.
 
     Raises:
         ValueError: the layers differ, a field is unknown, or the file does not fit.

@@ -18,13 +18,10 @@
         model.save_pretrained(folder, state_dict=state)
     restore_moe(model, blocks)  # or: put the original blocks back, on every rank
 
-A sparse block of transformers 5 has a router, and experts in ``gate_up_proj`` [E, 2F, M] and
-``down_proj`` [E, M, F]. :func:`replace_moe` replaces the block by a
+:func:`replace_moe` replaces a sparse block of transformers 5 by a
 :class:`~fairseq_tutel.moe.MoELayer` with the same weights. The router stays and computes the
 logits, so transformers records them as before (``output_router_logits=True``, and the model's loss
-from them). If no options route as the block does, only its experts are replaced.
-
-No row is dropped, unless you ask for a capacity. ``MODELS.md`` lists the models.
+from them). No row is dropped, unless you ask for a capacity. ``MODELS.md`` lists the models.
 ``import fairseq_tutel.integrations.transformers.interface`` makes the argument
 ``experts_implementation="fairseq_tutel"`` known.
 """

@@ -52,26 +52,16 @@ class Description(NamedTuple):
 
     A block that computes more than its parts say (a norm of the sum, latent projections), or whose
     router chooses by rules of its own, has no ``router`` here: then the layer takes the place of
-    its experts alone, and the block goes on routing.
-
-    Attributes:
-        router: name of the router.
-        routing: options of MoEConfig with which the layer routes the router's logits.
-        bias: path of the correction bias in the block; "" for none. It becomes the layer's load
-            bias, frozen unless ``load_bias`` is given.
-        bias_given: whether the block gives the bias to its router.
-        sequences: whether the router takes [B, T, M], not [T, M].
-        shared: name of the expert of all tokens; "" for none.
-        shared_gate: name of the gate of that expert, a linear map to one logit; "" for none.
+    its experts alone, and the block goes on routing. Parts that it lacks are "".
     """
 
     router: str = ""
-    routing: Mapping[str, Any] = {}
-    bias: str = ""
-    bias_given: bool = False
-    sequences: bool = False
-    shared: str = ""
-    shared_gate: str = ""
+    routing: Mapping[str, Any] = {}  # options with which the layer routes the router's logits
+    bias: str = ""  # path of the correction bias, which becomes the layer's load bias
+    bias_given: bool = False  # the block gives the bias to its router
+    sequences: bool = False  # the router takes [B, T, M], not [T, M]
+    shared: str = ""  # the expert of all tokens
+    shared_gate: str = ""  # the gate of that expert, a linear map to one logit
 
 
 class SparseBlock(NamedTuple):

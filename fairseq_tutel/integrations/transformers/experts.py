@@ -20,22 +20,14 @@ from ...moe.replace.recognize import GATED
 
 
 class Projections(NamedTuple):
-    """Matrices and biases of an experts module, all experts in one tensor.
+    """Matrices and biases of an experts module, all experts in one tensor."""
 
-    Attributes:
-        up: [E, 2F, M], gate and up in the module's order, or [E, F, M] without a gate.
-        down: [E, M, F].
-        up_bias, down_bias: [E, 2F] or [E, F], and [E, M]; or None.
-        gated: whether there is a gate.
-        interleaved: whether the rows of gate and up take turns.
-    """
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
+    up: Tensor  # [E, 2F, M], gate and up in the module's order, or [E, F, M] without a gate
+    down: Tensor  # [E, M, F]
+    up_bias: Tensor | None  # [E, 2F] or [E, F]
+    down_bias: Tensor | None  # [E, M]
     gated: bool
-    interleaved: bool
+    interleaved: bool  # the rows of gate and up take turns
 
     @classmethod
     def of(

@@ -8,10 +8,9 @@ from .blocks import Description
 
 
 class KeptRouter(moe.TopKRouter):
-    """Router that takes its logits from the model's own router, which stays in the model.
+    """Router that takes its logits, but not its choices, from the model's own router.
 
-    What the model's router chooses is computed and not used. Its parameters are ``gate.wg.*`` in
-    state dicts, as those of a linear router of this package.
+    Its parameters are ``gate.wg.*`` in state dicts, as those of a linear router of this package.
     """
 
     def __init__(

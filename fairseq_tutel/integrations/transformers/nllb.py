@@ -7,8 +7,7 @@ def repair_nllb_moe() -> None:
     """Make NllbMoe send each token to its own two experts, in this process.
 
     In transformers 5.0 to 5.24 the experts take the router's mask of zeros and ones for numbers of
-    experts, so all tokens of all models go to experts 0 and 1. A class that computes rightly, as in
-    transformers 4, stays as it is.
+    experts, so all tokens go to experts 0 and 1. A class that computes rightly stays as it is.
     """
     from transformers.models.nllb_moe import modeling_nllb_moe as theirs
 

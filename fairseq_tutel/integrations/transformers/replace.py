@@ -33,9 +33,8 @@ def replace_moe(
 ) -> dict[str, nn.Module]:
     """Replace the sparse blocks of a model by MoE layers with the same weights, in place.
 
-    Routing and experts compute what they did, in training and in evaluation, and ``requires_grad``
-    stays. Call it before you build the optimizer and before you wrap the model for data
-    parallelism. The call is collective; all ranks need the same model.
+    Routing and experts compute what they did, and ``requires_grad`` stays. Call it before you build
+    the optimizer and wrap the model. The call is collective; all ranks need the same model.
 
     The layer takes the place of a block if its options can route as the block does; a correction
     bias becomes its load bias, which stays as it is unless you give ``load_bias``. Otherwise the
@@ -57,7 +56,6 @@ def replace_moe(
         ValueError: no such block, or a block that cannot be replaced. The message names it: other
             experts, several dtypes, hooks, quantised or on the meta device, options of routing for
             a block that goes on routing. The model then stays as it was.
-        TypeError: MoELayer has no such option.
     """
     if wrong := [name for name in _DECIDED if name in moe]:
         raise ValueError(f"the model's blocks decide {', '.join(wrong)}: leave it out")

@@ -41,10 +41,8 @@ class MoETrainer(Trainer):
         blocks (dict): result of :func:`replace_moe` (default None). With it ``save_model`` writes
             the names of transformers, which ``from_pretrained`` loads.
 
-    Raises:
-        ImportError: this version of transformers has other private methods than the tested ones.
-        ValueError: DeepSpeed, FSDP, ``nn.DataParallel``, or ``load_best_model_at_end`` together
-            with ``save_only_model``.
+    It refuses DeepSpeed, FSDP, ``nn.DataParallel``, ``load_best_model_at_end`` together with
+    ``save_only_model`` (ValueError), and a transformers with other private methods (ImportError).
     """
 
     def __init__(

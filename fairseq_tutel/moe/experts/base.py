@@ -68,38 +68,24 @@ class ExpertRows:
 
 
 class PreparedExperts(NamedTuple):
-    """Parameters and dropout with which a bank computes one batch.
+    """Parameters and dropout with which a bank computes one batch."""
 
-    Attributes:
-        params: in the dtype of the rows, gathered from other ranks if the parallelism asks for it.
-        dropout: probabilities after the activation and of the output.
-        dropout_at_source: dropout of the output that the tokens' rank applies, not the bank.
-        part: number of the part of the hidden units that this rank computes.
-    """
-
-    params: tuple[torch.Tensor, ...]
-    dropout: tuple[float, float] = (0.0, 0.0)
-    dropout_at_source: float = 0.0
-    part: int = 0
+    params: tuple[torch.Tensor, ...]  # in the dtype of the rows, gathered from other ranks
+    dropout: tuple[float, float] = (0.0, 0.0)  # after the activation, and of the output
+    dropout_at_source: float = 0.0  # of the output, applied by the tokens' rank, not the bank
+    part: int = 0  # number of the part of the hidden units that this rank computes
 
 
 class ExpertBank(nn.Module):
-    """Base class of banks. Its parameters differ between ranks.
-
-    Attributes:
-        can_be_gathered: whether experts may be cut into slices and weights may travel (r != 1).
-        uses_activation: whether the network has the layer's ``activation``.
-        expert_ids: global indices of the local experts.
-        hidden_slice: (s, S): slice s of S of each expert's hidden units is here.
-        memory: what the forward pass keeps for the backward pass.
-    """
+    """Base class of banks. Its parameters differ between ranks."""
 
     Options: ClassVar[type[Options]] = Options
+    # whether experts may be cut into slices and weights may travel (r != 1)
     can_be_gathered: ClassVar[bool] = False
-    uses_activation: bool = True
-    expert_ids: Sequence[int]
-    hidden_slice: tuple[int, int] = (0, 1)
-    memory: ops.ActivationMemory = ops.ActivationMemory()
+    uses_activation: bool = True  # whether the network has the layer's ``activation``
+    expert_ids: Sequence[int]  # global indices of the local experts
+    hidden_slice: tuple[int, int] = (0, 1)  # (s, S): slice s of S of each expert's units is here
+    memory: ops.ActivationMemory = ops.ActivationMemory()  # kept for the backward pass
 
     def mark(self) -> None:
         """Mark the parameters as experts, with the number of ranks that have a copy of each."""

@@ -170,11 +170,9 @@ class InferenceExperts(ExpertBank):
 def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
     """Return a bank for evaluation that holds the experts of a stacked bank in another form.
 
-    The weights are copied (``mapped``: shared), so that the given bank can be freed.
-
-    Args:
-        bank: whole experts of a built-in or registered network; ValueError for any others.
-        storage: ``mapped``, ``bf16`` or ``int8``, see :mod:`fairseq_tutel.moe.experts.inference`.
+    The weights are copied (``mapped``: shared), so that the given bank can be freed. It has whole
+    experts of a built-in or registered network. ``storage`` is ``mapped``, ``bf16`` or ``int8``,
+    see :mod:`fairseq_tutel.moe.experts.inference`.
     """
     if not isinstance(bank, StackedExperts) or bank.hidden_slice[1] > 1:
         raise ValueError(

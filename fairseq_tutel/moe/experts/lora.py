@@ -3,10 +3,9 @@
 Every weight W of every expert becomes ``W + alpha / r * B @ A``, with r rows of A and r columns of
 B. A and B are trained; W and the biases are not. W is held in its own dtype, in bf16 or in int8.
 
-The forward pass adds the updates to the weights of one layer at a time, and computes the network
-with the sums by the usual operators. Sums are computed in fp32 (fp64 for fp64) and rounded once, to
-the rows' dtype. They are computed again in the backward pass and never kept. Gradients of A and B
-take products with r columns (:func:`fairseq_tutel.ops.low_rank_bwd`), not those of whole weights.
+The forward pass adds the updates to the weights of one layer at a time, in fp32 (fp64 for fp64),
+and rounds the sums once, to the rows' dtype. They are computed again in the backward pass and never
+kept. Gradients of A and B take products with r columns (:func:`fairseq_tutel.ops.low_rank_bwd`).
 
 This saves nothing for networks other than ffn, swiglu and geglu, for slices, and if weights travel:
 autograd then keeps the sums until the backward pass, and computes whole gradients of them.

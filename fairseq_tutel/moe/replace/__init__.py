@@ -121,8 +121,7 @@ def every_other(model: nn.Module, match: Match, start: int = 1) -> list[str]:
     Args:
         model (nn.Module): the model that holds the blocks.
         match (str or function or list of str): as in :func:`replace_ffn`.
-        start (int): index of the first name (default 1: the second block, as in GShard and
-            SwinV2-MoE).
+        start (int): index of the first name (default 1, as in GShard and SwinV2-MoE).
     """
     return [name for name, _ in matching(model, match)][start::2]
 

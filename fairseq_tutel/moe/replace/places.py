@@ -39,19 +39,12 @@ class FeedForward(nn.Module):
 
 
 class Place(NamedTuple):
-    """Place of one block in the model.
+    """Place of one block in the model."""
 
-    Attributes:
-        name: name of the module that becomes the MoE layer.
-        block: the feed-forward block that the MoE layer replaces.
-        parent: the module that holds it.
-        emptied: names of the parent's other parts of the block, which become identities.
-    """
-
-    name: str
-    block: nn.Module
-    parent: nn.Module
-    emptied: tuple[str, ...] = ()
+    name: str  # of the module that becomes the MoE layer
+    block: nn.Module  # the feed-forward block that the MoE layer replaces
+    parent: nn.Module  # the module that holds it
+    emptied: tuple[str, ...] = ()  # the parent's other parts of the block; they become identities
 
     def check_parts(self, x: Tensor) -> None:
         """Raise ValueError if a layer computes anything else between its two linear layers.

@@ -27,17 +27,11 @@ _LAYERS = {2: ("fc1", "fc2"), 3: ("fc_gate", "fc1", "fc2")}
 
 
 class Network(NamedTuple):
-    """A built-in network that computes what a block does.
+    """A built-in network that computes what a block does."""
 
-    Attributes:
-        options: arguments of :class:`MoELayer`.
-        tensors: weights of one expert, by their names in state dicts.
-        trained: names of those tensors that require gradients.
-    """
-
-    options: dict[str, Any]
-    tensors: dict[str, Tensor]
-    trained: set[str]
+    options: dict[str, Any]  # arguments of MoELayer
+    tensors: dict[str, Tensor]  # weights of one expert, by their names in state dicts
+    trained: set[str]  # names of those tensors that require gradients
 
 
 class _Dropouts(TorchFunctionMode):

@@ -67,17 +67,13 @@ def route_logits(
     """Choose the K best experts of each token, and return the routing and its losses.
 
     Args:
-        logits_TE: [T, E] with gradient, null experts last. Half logits are cast to fp32.
+        logits_TE: with gradient, null experts last. Half logits are cast to fp32.
         call: options of the call.
-        pad_mask_T: bool [T], True for padding (default None: no padding).
-        load_bias_E: fp32 [E], the router's ``load_bias`` (default None: without that option).
+        pad_mask_T: bool, True for padding (default None: no padding).
+        load_bias_E: fp32, the router's ``load_bias`` (default None: without that option).
 
     Returns:
         The routing, and losses and counts; None without ``call.reports``.
-
-    Raises:
-        ValueError: logits for another number of experts, or no load bias although the options have
-            one.
     """
     config = call.config
     if logits_TE.shape[1] != config.num_outputs:

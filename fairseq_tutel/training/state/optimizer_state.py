@@ -1,9 +1,8 @@
 """Optimizer state by parameter name, one entry per expert, and back.
 
-torch numbers parameters, and the numbers change with the number of ranks. So the state of a stacked
-parameter is split into one state per expert, under the name of the expert's weight in a checkpoint,
-and each expert's moments follow it to any rank. A slice of an expert has a slice of the state:
-:func:`.transforms.join_slices` joins it for files, and loading cuts it out again.
+The state of a stacked parameter is split into one state per expert, under the name of the expert's
+weight in a checkpoint, so each expert's moments follow it to any rank. A slice of an expert has a
+slice of the state: :func:`.transforms.join_slices` joins it for files, loading cuts it out again.
 
 fp32 copies of half-precision weights (fairseq's ``--fp16`` and ``--bf16``) are part of the state.
 New copies made from the half weights would lose the rounded bits.
@@ -261,9 +260,9 @@ _MIXED = "over_experts"
 def _take(value, slot: int, count: int, shape: torch.Size):
     """Return one expert's share of an entry in the state of a stacked parameter.
 
-    Moments, and their means over some dimensions (Adafactor), are indexed by the expert. A vector
-    with one number per expert becomes a vector of length 1. Numbers are copied. Other entries mix
-    the experts of one rank, and are marked so.
+    Moments, and their means over some dimensions (Adafactor), are indexed by the expert. A number
+    per expert becomes a vector of length 1. Other entries mix the experts of one rank, and are
+    marked so.
     """
     if isinstance(value, Sequence | Mapping) and not isinstance(value, str):
         return {_MIXED: count, "value": value}

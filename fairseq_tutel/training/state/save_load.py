@@ -36,8 +36,7 @@ def save_checkpoint(
 ) -> str:
     """Save weights, optimizer state and the caller's own state. Collective.
 
-    The new checkpoint replaces an older one of the same name. After an error, which all ranks
-    raise, the older one is still there.
+    An older checkpoint of the same name is replaced, but not after an error, which all ranks raise.
 
     >>> import os, tempfile, torch
     >>> from fairseq_tutel.moe import MoELayer

@@ -45,8 +45,7 @@ def join_slices(state: State, groups: distributed.ExpertParallelGroups, what: st
     """Join the slices of experts on the CPU of the ranks with slice 0. Collective.
 
     Other ranks get their state back. Before any transfer all ranks raise CheckpointError if state
-    mixes the hidden units of an expert, if ranks of one expert differ in their common values, or if
-    one of them has no memory for a whole expert.
+    mixes the hidden units of an expert, or if ranks of one expert differ in their common values.
     """
     if groups.num_slices == 1:
         return state

@@ -2,8 +2,7 @@
 
 Coordinate descent, axis by axis; then the neighbours of the winner again, since the axes interact
 (Tutel, arXiv 2206.03382, section 2.3); then a rematch of choices whose times are too close for
-their noise. For 2 algorithms, 4 overlap degrees and 5 values of r this takes at most 13 trials, or
-14 if the search begins at r = 0.
+their noise. For 2 algorithms, 4 overlap degrees and 5 values of r this takes at most 14 trials.
 """
 
 import math
@@ -105,10 +104,6 @@ class Search:
     Attributes:
         candidate: the choice to try now; None at the end.
         best: the winner so far; ``start`` before the first trial.
-        history: all trials.
-
-    Raises:
-        ValueError: the history does not fit this search.
     """
 
     def __init__(

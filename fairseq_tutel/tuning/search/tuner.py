@@ -78,11 +78,8 @@ class Tuner:
     """Choices of one run, by key.
 
     Args:
-        space: the choices.
-        steps: steps of a trial (default 5). The first is not measured, because it may connect and
-            allocate.
-        max_loss: share of the run's time that trials may cost before no further trial starts
-            (default 0.02).
+        steps: steps of a trial (default 5); the first may connect and allocate, and is not measured.
+        max_loss: share of the run's time after which no further trial starts (default 0.02).
         start: values where a search begins if no other key of its kind has a choice (default None:
             the simplest).
     """
@@ -126,10 +123,7 @@ class Tuner:
         """Take the samples of all ranks; wait for those that some rank does not have yet.
 
         A sample is the smallest time of all ranks: the rank that arrives last in an exchange waits
-        least, so skew cancels.
-
-        Raises:
-            ValueError: the states of the ranks differ.
+        least, so skew cancels. Raise ValueError if the states of the ranks differ.
         """
         checksums, elapsed, *slots = zip(*table, strict=True)
         if len(set(checksums)) > 1:
