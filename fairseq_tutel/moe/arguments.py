@@ -10,7 +10,6 @@ from torch import nn
 
 from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, StepAgreement, StepSettings, build_groups
-from .experts import ExpertBank
 from .routers import Router
 
 
@@ -79,16 +78,6 @@ def refuse_local_drop_of_slices(config: MoEConfig, groups: ExpertParallelGroups)
     if config.local_drop and groups.num_slices > 1:
         raise ValueError(
             f"local_drop={config.local_drop} needs whole experts, not {groups.placement!r} ones"
-        )
-
-
-def refuse_unread_activation(
-    activation: str, experts: ExpertBank, shared_expert_dim: int, expert_network: str
-) -> None:
-    """Raise ValueError for an activation other than the default that no network reads."""
-    if activation != "gelu" and not (experts.uses_activation or shared_expert_dim):
-        raise ValueError(
-            f"activation={activation!r}: expert_network={expert_network!r} has its own"
         )
 
 

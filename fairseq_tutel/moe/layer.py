@@ -173,9 +173,8 @@ class MoELayer(nn.Module):
         self.exchange_choice.refuse_own_experts(self.experts)
         self.exchange_choice.refuse_capacity(self.config)
         arguments.refuse_local_drop_of_slices(self.config, self.groups)
-        arguments.refuse_unread_activation(
-            activation, self.experts, shared_expert_dim, expert_network
-        )
+        if activation != "gelu" and not (self.experts.uses_activation or shared_expert_dim):
+            raise ValueError(f"activation={activation!r}: {expert_network!r} has its own")
         if shared_expert_gate and not shared_expert_dim:
             raise ValueError("shared_expert_gate=True needs a shared_expert_dim > 0")
         dropouts = activation_dropout, dropout

@@ -20,27 +20,16 @@ from .torch_modes import autocast_dtype
 
 @dataclass(frozen=True)
 class RouterCall:
-    """Options of one forward pass for a router.
-
-    Attributes:
-        config: routing options of this call.
-        training: whether the layer is in training mode.
-        num_tokens: T that all ranks agreed on, the largest of any rank.
-        num_sequences: this rank's sequences, of one length, one after the other (default 1).
-        compact: lay rows out by need even if the capacity is fixed (default False).
-        reports: whether losses and counts are read (default True); else a router may return None.
-        reports_again: whether recomputation by checkpointing computes them too (default True).
-        steering: given choices, or a place for the choices if they are recorded (default None).
-    """
+    """Options of one forward pass for a router."""
 
     config: MoEConfig
     training: bool
-    num_tokens: int
-    num_sequences: int = 1
-    compact: bool = False
-    reports: bool = True
-    reports_again: bool = True
-    steering: Steering | None = None
+    num_tokens: int  # T that all ranks agreed on, the largest of any rank
+    num_sequences: int = 1  # of this rank, of one length, one after the other
+    compact: bool = False  # lay rows out by need even if the capacity is fixed
+    reports: bool = True  # losses and counts are read; otherwise a router may return None
+    reports_again: bool = True  # a recomputation by activation checkpointing computes them too
+    steering: Steering | None = None  # given choices, or a place for recorded ones
 
     @property
     def capacity(self) -> int | None:
@@ -92,33 +81,22 @@ def mask_of_tokens(pad_mask: torch.Tensor | None, shape: torch.Size) -> torch.Te
 class Routing(NamedTuple):
     """Routing of the T tokens of one rank; a tuple, because hooks (fairseq's) look into tuples.
 
-    Attributes:
-        expert_TK: int32, after re-routing; -1 if not routed (padding, rejected).
-        dest_row_TK: int32, row of the send buffer; -1 if not routed or dropped.
-        src_pair_R: int32, index t*K+k of the pair in each row; -1 in unused rows.
-        topk_weight_TK: fp32 with the gate's gradient; 0 for pairs without a row.
-        num_routed_KE: int32, pairs before dropping and re-routing.
-        num_kept_per_expert_E: int32, rows of each expert from this rank, after dropping.
-        capacity: C; None if nothing is dropped.
-        padded: the layout.
-        num_full_K: int32, pairs that found their expert full; None if slots are in the order of
-            choices: the other counts then tell.
-        row_end_E: int32, end of each expert's rows in a ragged buffer; None: the running sum of
-            ``num_kept_per_expert_E``.
-        tokens_TM: the layer's tokens as the router returned them. Dispatch these: the router then
-            adds its part of their gradient in place. None: dispatch the layer's.
+    Counts and indices are int32.
     """
 
-    expert_TK: torch.Tensor
-    dest_row_TK: torch.Tensor
-    src_pair_R: torch.Tensor
-    topk_weight_TK: torch.Tensor
-    num_routed_KE: torch.Tensor
-    num_kept_per_expert_E: torch.Tensor
-    capacity: int | None
-    padded: bool
+    expert_TK: torch.Tensor  # after re-routing; -1 if not routed (padding, rejected)
+    dest_row_TK: torch.Tensor  # row of the send buffer; -1 if not routed or dropped
+    src_pair_R: torch.Tensor  # index t*K+k of the pair in each row; -1 in unused rows
+    topk_weight_TK: torch.Tensor  # fp32 with the gate's gradient; 0 for pairs without a row
+    num_routed_KE: torch.Tensor  # pairs before dropping and re-routing
+    num_kept_per_expert_E: torch.Tensor  # rows of each expert from this rank, after dropping
+    capacity: int | None  # C; None if nothing is dropped
+    padded: bool  # the layout
+    # pairs that found their expert full; None if slots are in the order of choices
     num_full_K: torch.Tensor | None = None
+    # end of each expert's rows in a ragged buffer; None: the sums of ``num_kept_per_expert_E``
     row_end_E: torch.Tensor | None = None
+    # tokens to dispatch, to whose gradient the router adds in place; None: dispatch the layer's
     tokens_TM: torch.Tensor | None = None
 
     @property

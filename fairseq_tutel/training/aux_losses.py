@@ -113,7 +113,6 @@ class AuxLosses:
 def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     """Collect the aux losses and counts of a model's MoE layers in a forward pass.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> _ = torch.manual_seed(0)
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
@@ -174,7 +173,6 @@ def end_update(model: nn.Module) -> None:
 
     Call it after each optimizer step, also after a step that was skipped.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4, balance_scope="update")
     >>> for x in torch.randn(3, 20, 8):  # micro-batches
@@ -199,7 +197,6 @@ def update_load_bias(
 
     Do not call it for a step that was skipped, for example by a GradScaler after an overflow.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4, load_bias="quantile")
     >>> with collect_aux(layer) as aux:

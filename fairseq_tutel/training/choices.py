@@ -15,7 +15,6 @@ from ..moe.torch_modes import in_backward
 def record_choices(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Record the choices of a model's MoE layers in a forward pass.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4)
     >>> x = torch.randn(3, 5, 8)

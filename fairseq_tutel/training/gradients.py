@@ -50,7 +50,6 @@ def reduce_expert_grads(
     For hosts without :func:`~fairseq_tutel.training.prepare_data_parallel`, which reduces gradients
     as they arrive.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4)
     >>> layer(torch.randn(16, 8)).sum().backward()
@@ -89,7 +88,6 @@ def expert_grad_sq_norm(
 ) -> torch.Tensor:
     """Return the squared L2 norm of the gradients of all E experts. Collective.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4)
     >>> layer(torch.randn(16, 8)).sum().backward()
@@ -121,7 +119,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     The norm is that of one process with all experts. Call it when gradients are reduced
     (:func:`~.data_parallel.wrap_data_parallel` does it) and unscaled.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
     >>> model(torch.randn(16, 8)).square().sum().backward()
@@ -171,7 +168,6 @@ def grad_scaler(device: str | None = None, **options) -> torch.amp.GradScaler:
     With torch's own GradScaler only the rank of an expert sees the expert's inf, so that scales and
     weights of the ranks diverge.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4)
     >>> optimizer = torch.optim.AdamW(layer.parameters())

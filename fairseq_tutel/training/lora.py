@@ -7,7 +7,6 @@ global numbers. So adapters that any number of ranks saved are loaded by any num
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,6 @@ def add_lora(
     it after the model is built and loaded, and before an optimizer, a wrapper or
     :func:`~fairseq_tutel.training.prepare_data_parallel`.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
     >>> optimizer = torch.optim.AdamW(add_lora(model, rank=2))
@@ -79,7 +77,6 @@ def merge_lora(model: nn.Module) -> None:
 
     The model's parameters stay frozen; experts in int8 become bf16.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer, x = MoELayer(8, num_experts=4), torch.randn(16, 8)
     >>> _ = [torch.nn.init.normal_(param) for param in add_lora(layer, rank=2)]
@@ -135,7 +132,19 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
         "target_modules": sorted({single.split(".")[1] for single, _ in _singles(bank)}),
         "base_model_name_or_path": None,
     }
-    all_ranks().run_on_first(f"saving {path}", lambda: _write(folder, found, config))
+
+    def write() -> None:
+        """Write both files; each replaces an older one at once."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(found, folder / f"{_WEIGHTS}.new", metadata={"format": "pt"})
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / f"{_CONFIG}.new").write_text(text, encoding="utf-8")
+        for name in (_WEIGHTS, _CONFIG):
+            os.replace(folder / f"{name}.new", folder / name)
+
+    all_ranks().run_on_first(f"saving {path}", write)
 
 
 def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -244,15 +253,3 @@ def _singles(bank: LoRAExperts) -> list[tuple[str, torch.Tensor]]:
 
 def _name(prefix: str, expert: int, rest: str) -> str:
     return f"{_PREFIX}{prefix}{'.' if prefix else ''}experts.{expert}.{rest}.weight"
-
-
-def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Write both files; each replaces an older one at once."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / f"{_WEIGHTS}.new", metadata={"format": "pt"})
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / f"{_CONFIG}.new").write_text(text, encoding="utf-8")
-    for name in (_WEIGHTS, _CONFIG):
-        os.replace(folder / f"{name}.new", folder / name)

@@ -58,7 +58,6 @@ def matrix_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split a model's trained parameters into single matrices and all others; not collective.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
     >>> matrices, others = matrix_parameters(model, leave_out=r"embed|head|gate")

@@ -78,7 +78,6 @@ def explain_out_of_memory(
     Put forward pass, backward pass and step into the block. Before a step,
     ``MoELayer.memory_of_step(tokens)`` estimates the memory of a layer.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=4)
     >>> with explain_out_of_memory(layer):

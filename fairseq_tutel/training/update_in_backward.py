@@ -22,7 +22,6 @@ def update_in_backward(
     ``optimizer.step()`` then steps the other parameters. Weights are those of usual steps if the
     optimizer steps each tensor by itself, as SGD and Adam do.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
     >>> optimizer = torch.optim.AdamW(model.parameters())

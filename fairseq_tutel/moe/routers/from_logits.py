@@ -169,8 +169,9 @@ def select_top_k(
         gumbel_TE = -torch.empty_like(score_TE).exponential_().log()
     if load_bias_E is not None or config.num_expert_groups > 1:
         key_TE = _selection_key(score_TE, config, load_bias_E)
-    selecting_TE, given_TK = key_TE, _given(call)
-    if given_TK is not None:
+    selecting_TE, steering, given_TK = key_TE, call.steering, None
+    if steering is not None and steering.given_TK is not None:
+        steering.taken, given_TK = True, decode(steering.given_TK)
         others_TE = score_TE.detach() if key_TE is None else key_TE
         others_TE = others_TE if gumbel_TE is None else others_TE + gumbel_TE
         selecting_TE, gumbel_TE = key_of_given(given_TK, others_TE), None
@@ -202,14 +203,6 @@ def _selection_key(score_TE, config, load_bias_E) -> torch.Tensor:
     if load_bias_E is not None:
         key_TE = key_TE + load_bias_E
     return limit_to_groups(key_TE, config) if config.num_expert_groups > 1 else key_TE
-
-
-def _given(call) -> torch.Tensor | None:
-    """Return the experts that the caller gives, also rejected ones; None: the router chooses."""
-    if call.steering is None or call.steering.given_TK is None:
-        return None
-    call.steering.taken = True
-    return decode(call.steering.given_TK)
 
 
 def _split(found: Selection, top_k: int, num_fallbacks: int) -> Selection:

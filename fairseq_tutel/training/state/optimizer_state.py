@@ -86,7 +86,6 @@ def as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 class StateNames:
     """Names of an optimizer's parameters in the optimizer's own order; nothing is collective.
 
-    >>> import torch
     >>> from fairseq_tutel.moe import MoELayer
     >>> layer = MoELayer(8, num_experts=2)
     >>> optimizer = torch.optim.AdamW(layer.parameters())

@@ -78,7 +78,7 @@ class Tuner:
     """Choices of one run, by key.
 
     Args:
-        steps: steps of a trial (default 5); the first may connect and allocate, and is not measured.
+        steps: steps of a trial (default 5); the first, which may connect, is not measured.
         max_loss: share of the run's time after which no further trial starts (default 0.02).
         start: values where a search begins if no other key of its kind has a choice (default None:
             the simplest).
