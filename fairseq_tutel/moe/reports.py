@@ -32,49 +32,26 @@ METRIC_NAMES = (
 
 
 class RouterAux(NamedTuple):
-    """Second return value of a router. E includes null experts, except in ``num_chosen_KE``.
+    """Second return value of a router. E includes null experts, except in ``num_chosen_KE``."""
 
-    Attributes:
-        loss: fp32 scalar with gradient, the balance loss (1.0 at perfect balance).
-        entropy_sum: fp32 scalar, sum over tokens of the entropy of the gate's distribution in nats.
-        num_chosen_KE: int32 [K, E], tokens by choice and expert as chosen. ``num_routed_KE`` of
-            :class:`~fairseq_tutel.moe.Routing` is smaller if a policy rejected choices.
-        mean_prob_E: fp32 [E] with gradient, mean over tokens of the gate's probabilities, if the
-            balance loss is still to be added (``balance_scope="global"`` or ``"update"``, in
-            training); or None.
-        balance_counts: int64 [E + 1] in the same case: pairs by expert, and their number.
-        bias_counts: int32 [E] or [E, bins + 1] for the router's ``update_load_bias``, in training
-            with ``load_bias``; or None.
-        num_null_KN: int32, pairs by choice and null expert; None without null experts.
-        num_fillers: tokens that ``entropy_sum`` and ``num_chosen_KE`` count beside this rank's.
-    """
-
-    loss: torch.Tensor
-    entropy_sum: torch.Tensor
+    loss: torch.Tensor  # fp32 scalar with gradient, the balance loss (1.0 at perfect balance)
+    entropy_sum: torch.Tensor  # fp32 scalar, sum over tokens of the gate's entropy in nats
+    # int32, tokens by choice and expert; num_routed_KE is smaller if a policy rejected choices
     num_chosen_KE: torch.Tensor
+    # fp32 with gradient, mean over tokens of the gate's probabilities, if the balance loss is still
+    # to be added (balance_scope="global" or "update", in training)
     mean_prob_E: torch.Tensor | None = None
-    balance_counts: torch.Tensor | None = None
+    balance_counts: torch.Tensor | None = None  # then int64 [E + 1], pairs by expert, their number
+    # int32 [E] or [E, bins + 1] for update_load_bias, in training with load_bias
     bias_counts: torch.Tensor | None = None
-    num_null_KN: torch.Tensor | None = None
-    num_fillers: int = 0
+    num_null_KN: torch.Tensor | None = None  # int32, pairs by choice and null expert, if any
+    num_fillers: int = 0  # tokens that entropy_sum and num_chosen_KE count beside this rank's
 
 
 class MoEAux(NamedTuple):
     """Second return value of :class:`MoELayer`; flat, so that checkpointing can pass it on.
 
-    Attributes:
-        loss, entropy_sum, num_chosen_KE: see :class:`RouterAux`.
-        num_routed_KE: int32, choices of this rank's tokens, before dropping.
-        num_kept_per_expert_E: int32, rows of each expert from this rank, after dropping.
-        num_tokens: T of this rank, with the router's ``num_fillers``.
-        record: times of the exchanges if they were measured, and sums for :func:`wire_errors`,
-            those of gradients after the backward pass; or None.
-        num_slots: rows of this rank's padded buffer, E * C; 0 if rows are ragged.
-        mean_prob_E, balance_counts, bias_counts, num_null_KN: see :class:`RouterAux`.
-        num_full_K: see :class:`Routing`.
-        share_of_layer: fp32 [2] of a block that mixes the layer's output with a dense FFN's: sum
-            over tokens of the layer's share, with gradient, and number of tokens; or None.
-        update_load: the layer's load of this update, with ``balance_scope="update"``; or None.
+    :class:`RouterAux` and :class:`Routing` explain the fields without a comment.
     """
 
     loss: torch.Tensor
@@ -82,16 +59,19 @@ class MoEAux(NamedTuple):
     num_chosen_KE: torch.Tensor
     num_routed_KE: torch.Tensor
     num_kept_per_expert_E: torch.Tensor
-    num_tokens: int
+    num_tokens: int  # T of this rank, with the router's ``num_fillers``
+    # measured times of the exchanges, and sums for wire_errors(), complete after the backward pass
     record: ExchangeRecord | None = None
-    num_slots: int = 0
+    num_slots: int = 0  # rows of this rank's padded buffer, E * C; 0 if rows are ragged
     mean_prob_E: torch.Tensor | None = None
     balance_counts: torch.Tensor | None = None
     bias_counts: torch.Tensor | None = None
     num_full_K: torch.Tensor | None = None
     num_null_KN: torch.Tensor | None = None
+    # fp32 [2] of a block that mixes the layer's output with a dense FFN's: sum over tokens of the
+    # layer's share, with gradient, and number of tokens
     share_of_layer: torch.Tensor | None = None
-    update_load: UpdateLoad | None = None
+    update_load: UpdateLoad | None = None  # with balance_scope="update"
 
     @property
     def load_E(self) -> torch.Tensor:

@@ -45,9 +45,6 @@ class ActivationMemory:
             the values before the activation; ``minimal`` nothing, so that fc1 is applied again.
         storage: format of the values that ``lean`` keeps: ``same`` as the rows, ``bf16`` or ``fp8``
             (e4m3 with a scale per row).
-
-    Raises:
-        ValueError: an unknown mode or storage, or a storage for what is not kept.
     """
 
     mode: str = "fast"

@@ -85,17 +85,14 @@ class MoETrainer(Trainer):
         if self._passes is not None:
             self._passes.append(aux)
         weight = self.aux_weight
-        if self._is_scaled(num_items_in_batch):
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_scaled = by_model or self.compute_loss_func is not None
+        if is_scaled:  # nobody divides the loss by the number of micro-batches, as in Trainer
             weight /= self.current_gradient_accumulation_steps
         loss = loss + weight * aux.loss
         return (loss, outputs) if return_outputs else loss
-
-    def _is_scaled(self, num_items_in_batch) -> bool:
-        """Return whether nobody divides the loss by the number of micro-batches, as in Trainer."""
-        if self.loss_is_scaled_for_ga is not None:
-            return self.loss_is_scaled_for_ga
-        by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        return by_model or self.compute_loss_func is not None
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Write the model with the experts of all ranks. All ranks call it."""

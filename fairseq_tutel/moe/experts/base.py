@@ -55,15 +55,11 @@ from ...distributed import ExpertParallelism, mark_expert
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows of all local experts.
+    """The rows of all local experts."""
 
-    Attributes:
-        rows: [e, N, M] with N rows per expert, unused ones zero (padded); or [R, M] (ragged).
-        offsets: int32 [e], end of each expert's rows in a ragged buffer; None if padded. Rows after
-            the last one are unused.
-    """
-
+    # [e, N, M] with N rows per expert, unused ones zero (padded); or [R, M] (ragged)
     rows: torch.Tensor
+    # int32 [e], end of each expert's rows in a ragged buffer, the rest is unused; None if padded
     offsets: torch.Tensor | None = None
 
 

@@ -60,14 +60,8 @@ class StackedExperts(ExpertBank):
     of ranks. They are uniform within 1/sqrt(last dimension of the layer's weight) of zero, as in
     nn.Linear.
 
-    Args:
+    Args, beside those of :class:`~fairseq_tutel.moe.MoELayer`:
         expert_ids: global indices of the local experts.
-        model_dim: M.
-        hidden_dim: F of a whole expert.
-        activation: name for :func:`fairseq_tutel.ops.expert_ffn` (default "gelu").
-        activation_dropout: probability after the activation (default 0).
-        dropout: probability of the output (default 0).
-        seed: of the initial weights (default None: drawn from torch's global generator).
         draw_on_cpu: draw the weights on the CPU, so that they are the same on every device
             (default True). False takes seconds instead of minutes for billions of weights.
         hidden_slice: (s, S): hold slice s of S of each expert's hidden units (default (0, 1)).
