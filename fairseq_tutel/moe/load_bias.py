@@ -32,10 +32,7 @@ _EDGE = math.asinh(100 / _SCALE)  # margins beyond +-100 are in the first and la
 
 
 def margin_histogram(
-    key_TE: torch.Tensor,
-    next_best_T: torch.Tensor,
-    top_k: int,
-    pad_T: torch.Tensor | None = None,
+    key_TE: torch.Tensor, next_best_T: torch.Tensor, top_k: int, pad_T: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return per expert the histogram of ``a_t - r_te`` and the pairs, int32 [E, BINS + 1].
 

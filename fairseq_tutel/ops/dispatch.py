@@ -42,8 +42,7 @@ def _dispatch_backward(ctx, d_rows):
 
 
 _dispatch.register_autograd(
-    _dispatch_backward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    _dispatch_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1])
 )
 
 

@@ -313,9 +313,7 @@ def ffn_chunk_bwd(
 
 
 def ffn_chunks_bwd_params(
-    chunks: Sequence[FFNChunk],
-    gradients: Sequence[FFNChunkGradient],
-    *params: Tensor | None,
+    chunks: Sequence[FFNChunk], gradients: Sequence[FFNChunkGradient], *params: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of fc1's weight and bias and of fc2's over all chunks."""
     d_w1, d_w2 = implementation("expert_chunks_bwd_params", chunks[0].rows)(

@@ -14,11 +14,7 @@ class KeptRouter(moe.TopKRouter):
     """
 
     def __init__(
-        self,
-        router: nn.Module,
-        model_dim: int,
-        config: moe.MoEConfig,
-        description: Description,
+        self, router: nn.Module, model_dim: int, config: moe.MoEConfig, description: Description
     ):
         super().__init__(model_dim, config)
         self.wg = router

@@ -164,10 +164,7 @@ class ExpertBank(nn.Module):
         raise NotImplementedError
 
     def chunks_bwd_params(
-        self,
-        prepared: PreparedExperts,
-        states: Sequence[Sequence[Any]],
-        gradients: Sequence[Any],
+        self, prepared: PreparedExperts, states: Sequence[Sequence[Any]], gradients: Sequence[Any]
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of ``prepared.params``, summed over the rows of all chunks."""
         raise NotImplementedError

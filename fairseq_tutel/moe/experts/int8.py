@@ -33,13 +33,7 @@ class Int8(NamedTuple):
 
 
 def expert_ffn_int8(
-    rows_NM: Tensor,
-    w1: Int8,
-    b1: Tensor | None,
-    w2: Int8,
-    b2: Tensor | None,
-    *,
-    activation: str,
+    rows_NM: Tensor, w1: Int8, b1: Tensor | None, w2: Int8, b2: Tensor | None, *, activation: str
 ) -> Tensor:
     """Compute one expert on bf16 rows, fp32 (N, M).
 

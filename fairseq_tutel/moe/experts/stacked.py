@@ -307,16 +307,10 @@ class StackedExperts(ExpertBank):
 
 
 def fitting_tensors(
-    shapes: Mapping[str, torch.Size],
-    hidden_slice: tuple[int, int],
-    state_dict: Mapping[str, torch.Tensor],
-    prefix: str,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    shapes: Mapping[str, torch.Size], hidden_slice, state_dict, prefix, strict, *reports: list[str]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of these names and shapes, or their slices; report all others."""
+    missing_keys, unexpected_keys, error_msgs = reports
     found = {}
     for single, shape in shapes.items():
         key = prefix + single

@@ -105,12 +105,7 @@ def _layers_of(module: nn.Module, names: Sequence[str]) -> list[tuple[Tensor, Te
     return [pair for pair in found if pair is not None]
 
 
-def _compute(
-    layers: Sequence[tuple[Tensor, Tensor | None]],
-    activation: Callable[[Tensor], Tensor],
-    dropout: tuple[float, float],
-    x: Tensor,
-) -> Tensor:
+def _compute(layers, activation, dropout: tuple[float, float], x: Tensor) -> Tensor:
     """Compute the network of one expert in plain torch."""
     *first, last = layers
     hidden, *gated = (functional.linear(x, *layer) for layer in first)

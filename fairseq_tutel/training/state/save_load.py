@@ -67,9 +67,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizers | None = None,
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None
 ) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_checkpoint` in place, on any number of ranks. Collective.
 
