@@ -8,8 +8,7 @@ weights. The expert's rank computes its output again, and returns the gradients 
     backward   dy, weights -- exchange --> experts again -- exchange --> d_rows, d_weights
 
 ``lean`` keeps the rows that arrived, because an exchange costs more than M numbers per row.
-``minimal`` sends them again. With overlap the backward pass computes the activation of one chunk
-while the gradients of others travel.
+``minimal`` sends them again.
 """
 
 import itertools

@@ -9,8 +9,7 @@ all ranks:
   2408.15664, eq. 3).
 - ``quantile``: with a_t the (K+1)-th largest r of token t, e is chosen if ``b_e > a_t - q_te``. The
   new b_e is the K/E quantile of ``a_t - q_te`` over the tokens (arXiv 2607.24653, eq. 13-14): each
-  expert would have had its even share if the other biases had not moved. If passes differ in K,
-  the even share is that of all their pairs.
+  expert would have had its even share of all pairs if the other biases had not moved.
 
 Both subtract the mean of b afterwards, which changes no selection. The quantile is read from a
 histogram of the margin ``a_t - r_te``, which has the finest bins around 0.

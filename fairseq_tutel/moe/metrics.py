@@ -10,9 +10,8 @@ E the experts and W the ranks, in one forward pass or summed over several::
     moe_drop      = 100 * (1 - kept / routed pairs)
     moe_dead      = experts with c_e = 0
 
-No router reaches 100. If choices are even but independent and K is much less than E, the counts are
-Poisson distributed; with n pairs per expert and rank, ``moe_drop`` at factor 1 is about 40% /
-sqrt(n).
+No router reaches 100. If choices are even but independent and K is much less than E, ``moe_drop``
+at factor 1 is about 40% / sqrt(n) with n pairs per expert and rank.
 """
 
 from collections.abc import Iterable, Sequence

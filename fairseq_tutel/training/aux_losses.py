@@ -207,15 +207,12 @@ def update_load_bias(
     Args:
         model (nn.Module): the model, wrapped or not. Its layers, if it has any, have
             ``load_bias="sign"`` or ``"quantile"``.
-        passes (list of AuxLosses): results of :func:`collect_aux` for all forward passes of the
-            step.
-        held_back (dict): fixed biases [E] by layer name and a dot (default None: none). Use the
-            result of :func:`fairseq_tutel.checkpoint.growth.held_back` for a set that
-            ``checkpoint grow --exact`` made.
+        passes (list of AuxLosses): results of :func:`collect_aux` for all passes of the step.
+        held_back (dict): fixed biases [E] by layer name and a dot (default None: none), from
+            :func:`fairseq_tutel.checkpoint.growth.held_back` after ``checkpoint grow --exact``.
 
     Raises:
-        ValueError: there is no pass, or a pass lacks counts of a layer, for example because it ran
-            in evaluation.
+        ValueError: there is no pass, or a pass lacks counts of a layer, as in evaluation.
     """
     layers = moe_layers(model)
     if not layers:

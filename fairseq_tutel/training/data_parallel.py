@@ -108,8 +108,8 @@ def leave_experts_out(model: nn.Module) -> None:
     """Make a later DistributedDataParallel ignore experts; not collective.
 
     Args:
-        model (nn.Module): the module that a host will wrap that calls :func:`reduce_expert_grads`
-            in place of :func:`prepare_data_parallel`.
+        model (nn.Module): the module that will be wrapped, by a host without
+            :func:`prepare_data_parallel`.
     """
     names = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for path, module in model.named_modules():

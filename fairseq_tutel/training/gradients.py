@@ -50,11 +50,6 @@ def reduce_expert_grads(
     For hosts without :func:`~fairseq_tutel.training.prepare_data_parallel`, which reduces gradients
     as they arrive.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> layer = MoELayer(8, num_experts=4)
-    >>> layer(torch.randn(16, 8)).sum().backward()
-    >>> reduce_expert_grads(layer.parameters(), layer.groups)
-
     Args:
         params (iterable of nn.Parameter): any parameters; only those of experts are changed.
         groups (ExpertParallelGroups): placement of the experts.
@@ -87,12 +82,6 @@ def expert_grad_sq_norm(
     params: Iterable[nn.Parameter], groups: distributed.ExpertParallelGroups
 ) -> torch.Tensor:
     """Return the squared L2 norm of the gradients of all E experts. Collective.
-
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> layer = MoELayer(8, num_experts=4)
-    >>> layer(torch.randn(16, 8)).sum().backward()
-    >>> expert_grad_sq_norm(layer.parameters(), layer.groups) > 0
-    tensor(True)
 
     Args:
         params (iterable of nn.Parameter): this rank's parameters; those of experts count.

@@ -61,8 +61,7 @@ def add_lora(
         list of nn.Parameter: A and B of this rank's experts, in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: there is no MoE layer, an expert is a module of your own or has updates already,
-            the model is wrapped, or an argument is out of range.
+        ValueError: there is no MoE layer, or an expert is a module of your own or has updates.
     """
     for name, layer in _layers(model).items():
         if isinstance(layer.experts, LoRAExperts):

@@ -1,8 +1,7 @@
 """Single matrices of stacked experts, for optimizers that step a matrix as a whole.
 
-Muon makes each update of a matrix orthogonal. A stacked weight [e, F, M] is e matrices; a stacked
-bias [e, F] has two dimensions, but is no matrix. Source of the optimizer: Jordan et al. 2024,
-"Muon: An optimizer for hidden layers in neural networks".
+Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") makes each
+update of a matrix orthogonal. A stacked weight [e, F, M] is e matrices, a stacked bias is none.
 """
 
 from __future__ import annotations

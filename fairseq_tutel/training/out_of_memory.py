@@ -90,8 +90,7 @@ def explain_out_of_memory(
         optimizer (torch.optim.Optimizer): the optimizer (default None: its state is not counted).
 
     Raises:
-        torch.OutOfMemoryError: memory ran out in the block on this rank; a RuntimeError, as
-            torch's own.
+        torch.OutOfMemoryError: memory ran out in the block on this rank; a RuntimeError.
     """
     try:
         yield

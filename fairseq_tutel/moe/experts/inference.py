@@ -1,16 +1,14 @@
 """Experts for evaluation only: held in fewer bytes, or in the pages of their file.
 
-``mapped``: the tensors of the state dict, not copied. The tensors of a memory-mapped checkpoint are
-pages of its file. Each expert is read when the first token reaches it. Its pages live in the page
-cache, so processes of a node share them and the kernel can evict them. On another device than the
-CPU, the weights of the experts in use are copied there for a call.
+``mapped``: the tensors of the state dict, not copied. Those of a memory-mapped checkpoint are pages
+of its file: an expert is read when the first token reaches it, processes of a node share its pages,
+and the kernel can evict them. On another device than the CPU, the weights of the experts in use are
+copied there for a call.
 
 ``bf16``: half of the bytes of fp32. ``int8``: a quarter; each row of a weight (an output) has a
 scale, so that its largest value is 127. Biases are not changed. An expert with more than
 :data:`_INT8_ROWS` rows is computed in bf16, because int8 products are faster only while reading the
 weights takes most of the time.
-
-The gate, attention, embeddings and the dtype of the rows do not change.
 """
 
 import itertools

@@ -52,8 +52,8 @@ class Router(nn.Module):
     """Base class of routers; a layer holds its router as ``gate``, Meta's name for it.
 
     Parameters and buffers are the same on all ranks. Buffers keep their dtype if a model is made
-    half, and their initial value if a checkpoint lacks them. With the option ``load_bias`` there is
-    a buffer ``load_bias``, fp32 [E] with null experts; pass it to :func:`route_logits`.
+    half, and their initial value if a checkpoint lacks them. The buffer ``load_bias`` of that
+    option, fp32 [E] with null experts, is an argument of :func:`route_logits`.
     """
 
     Options: ClassVar[type[Options]] = Options

@@ -224,9 +224,6 @@ def _command(name: str, path: str, num_experts: int) -> str:
 def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
     """Return whether a checkpoint exists, the same on all ranks. Collective.
 
-    >>> checkpoint_exists("no-such-folder/last.pt")
-    False
-
     Args:
         path (str or Path): X.pt; ValueError if only some ranks see it, because the others would
             start afresh while these wait.
