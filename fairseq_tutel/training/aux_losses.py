@@ -173,14 +173,6 @@ def end_update(model: nn.Module) -> None:
 
     Call it after each optimizer step, also after a step that was skipped.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> layer = MoELayer(8, num_experts=4, balance_scope="update")
-    >>> for x in torch.randn(3, 20, 8):  # micro-batches
-    ...     with collect_aux(layer) as aux:
-    ...         loss = layer(x).square().mean()
-    ...     ((loss + 0.01 * aux.loss) / 3).backward()
-    >>> end_update(layer)  # after optimizer.step()
-
     Args:
         model (nn.Module): the model, wrapped or not, with or without MoE layers.
     """

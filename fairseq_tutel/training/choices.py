@@ -15,18 +15,8 @@ from ..moe.torch_modes import in_backward
 def record_choices(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Record the choices of a model's MoE layers in a forward pass.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> layer = MoELayer(8, num_experts=4)
-    >>> x = torch.randn(3, 5, 8)
-    >>> with record_choices(layer) as choices:
-    ...     y = layer(x)
-    >>> choices[""].shape, choices[""].dtype
-    (torch.Size([3, 5, 2]), torch.int16)
-    >>> bool((layer(x, choices=choices[""]) == y).all())
-    True
-
-    Each rank records its own tokens. A pass that activation checkpointing recomputes is not
-    recorded again.
+    STEERING.md has an example. Each rank records its own tokens. A pass that activation
+    checkpointing recomputes is not recorded again.
 
     Args:
         model (nn.Module): the model, wrapped or not. No layer is called twice (RuntimeError).

@@ -20,15 +20,6 @@ def wrap_data_parallel(model: nn.Module, **options) -> DistributedDataParallel:
     from rank 0 and their gradients averaged. An expert's gradient already holds the sum over all
     ranks that sent it tokens, so it is divided by the number of ranks as it arrives.
 
-    >>> import torch
-    >>> import torch.distributed as dist
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> net = wrap_data_parallel(torch.nn.Sequential(MoELayer(8, num_experts=4)))
-    >>> net(torch.randn(16, 8)).shape
-    torch.Size([16, 8])
-    >>> dist.destroy_process_group()
-
     Args:
         model (nn.Module): the model on its device, with or without MoE layers. Freeze parameters
             before, equally on all ranks.

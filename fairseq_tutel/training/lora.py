@@ -38,14 +38,6 @@ def add_lora(
     it after the model is built and loaded, and before an optimizer, a wrapper or
     :func:`~fairseq_tutel.training.prepare_data_parallel`.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
-    >>> optimizer = torch.optim.AdamW(add_lora(model, rank=2))
-    >>> sum(p.numel() for p in model.parameters() if p.requires_grad)  # 4 * 2 * 2 * (8 + 32)
-    640
-    >>> model(torch.randn(16, 8)).square().mean().backward()
-    >>> optimizer.step()
-
     Args:
         model (nn.Module): a model with MoE layers, not wrapped. Their experts are of a built-in or
             registered network, or held in bf16 or int8 (``expert_storage``).
@@ -75,14 +67,6 @@ def merge_lora(model: nn.Module) -> None:
     """Add the updates to the experts' weights, in place, and remove LoRA; not collective.
 
     The model's parameters stay frozen; experts in int8 become bf16.
-
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> layer, x = MoELayer(8, num_experts=4), torch.randn(16, 8)
-    >>> _ = [torch.nn.init.normal_(param) for param in add_lora(layer, rank=2)]
-    >>> before = layer(x)
-    >>> merge_lora(layer)
-    >>> torch.allclose(layer(x), before, atol=1e-5), type(layer.experts).__name__
-    (True, 'Experts')
 
     Args:
         model (nn.Module): a model with LoRA, not wrapped.

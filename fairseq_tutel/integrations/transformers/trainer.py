@@ -24,15 +24,7 @@ class MoETrainer(Trainer):
     Differences to Trainer: the load balancing losses are added to the loss in training;
     gradients are clipped by the norm over all ranks' experts; ``save_model`` writes the experts of
     all ranks; a checkpoint resumes on any number of ranks; load biases move after each step. Build
-    the model after the ranks are connected (reading ``args.world_size`` connects them)::
-
-        args = TrainingArguments("run", per_device_train_batch_size=8)
-        print(f"{args.world_size} ranks")
-        model = LlamaForCausalLM(config)
-        replace_ffn(model, every_other(model, r"\\.mlp$"), num_experts=8)
-        trainer = MoETrainer(model, args, train_dataset=dataset, aux_weight=0.01)
-        trainer.train()
-
+    the model after the ranks are connected (reading ``args.world_size`` connects them).
     For another trainer that derives from Trainer: ``class Mine(MoETrainer, SFTTrainer): pass``.
 
     Args:

@@ -49,24 +49,7 @@ def replace_ffn(
     """Replace feed-forward blocks of a model by MoE layers, in place.
 
     Call it before you build the optimizer and before you wrap the model for data parallelism. If
-    one block is refused, the model stays as it was.
-
-    >>> import torch
-    >>> from fairseq_tutel import training
-    >>> from fairseq_tutel.moe import every_other, replace_ffn
-    >>> layer = torch.nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
-    >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    >>> x = torch.randn(2, 16, 64)
-    >>> dense = model(x)
-    >>> blocks = every_other(model, r"layers\\.\\d+$")
-    >>> options = {"num_experts": 8, "top_k": 2, "capacity_factor": 0.0}
-    >>> sorted(replace_ffn(model, blocks, copy_weights=True, **options))
-    ['layers.1.linear1', 'layers.3.linear1']
-    >>> with training.collect_aux(model) as aux:  # the load balancing losses
-    ...     y = model(x)
-    >>> torch.allclose(y, dense, atol=1e-5)
-    True
-    >>> (y.square().mean() + 0.01 * aux.loss).backward()
+    one block is refused, the model stays as it was. ``moe/README.md`` has an example.
 
     A block is a module that maps each token to one of the same width, [..., M] -> [..., M]. It may
     also be a whole layer of torch's or fairseq's transformer: then ``linear1`` (``fc1``) becomes
