@@ -1,7 +1,6 @@
 """Estimate the memory of a training step, and find the free memory of a device.
 
-The planner uses the same formulas (``plan/memory.py`` explains them): what autograd keeps between
-forward and backward pass, and the working set of the backward pass.
+The planner uses the same formulas (``plan/memory.py`` explains them).
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ experts, C: exchange back, F: experts; > start, . wait; the number is that of th
     backward   >Cn .. >C0 | .Cn Fn >Dn | .. | .C0 F0 >D0 | weights | .Dn .. .D0
 
 The backward pass mirrors the forward pass on every rank, so that collectives have one order. Weight
-gradients are computed once over all chunks, while the last gradients travel: fewer roundings and
-additions than per chunk.
+gradients are computed once over all chunks, while the last gradients travel.
 """
 
 import contextlib

@@ -46,13 +46,6 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     after you unfreeze experts or replace a layer. Ranks that hold the same expert start with the
     values of the first of them.
 
-    >>> import torch
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
-    >>> prepare_data_parallel(model)
-    >>> len(expert_parameters(model))  # fc1 and fc2, each with a weight and a bias
-    4
-
     Args:
         model (nn.Module): the model on its device, with or without MoE layers.
         check_replicas (bool): compare the ranks' dense gradients and numbers of steps now and then

@@ -49,9 +49,6 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Load a state dict with all experts; each rank takes its own experts or slices.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> load_full_state_dict(MoELayer(8, 4), full_state_dict(MoELayer(8, 4)))
-
     Args:
         model (nn.Module): the model, wrapped or not.
         state (dict): result of :func:`full_state_dict` or of one process's ``state_dict()``, the

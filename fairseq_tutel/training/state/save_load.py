@@ -1,9 +1,8 @@
 """Checkpoints of a run on several ranks, for any number of ranks.
 
 A checkpoint ``X.pt`` is a set of files in the layout of fairseq's ``moe`` branch: ``X-shared.pt``
-and ``X-rank-N.pt``, replaced as one. :mod:`fairseq_tutel.checkpoint` has a command line that
-inspects, merges and reshards sets. A model without experts is one file, ``X.pt``. All ranks use one
-shared file system.
+and ``X-rank-N.pt``, replaced as one. A model without experts is one file, ``X.pt``. All ranks use
+one shared file system.
 """
 
 import os

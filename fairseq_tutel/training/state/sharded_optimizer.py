@@ -31,10 +31,6 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Steps become collective, and results stay bit-identical. Each rank steps its own experts as
     before. In one process nothing changes.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> optimizer = torch.optim.AdamW(MoELayer(8, num_experts=4).parameters())
-    >>> shard_optimizer(optimizer)
-
     Args:
         optimizer (torch.optim.Optimizer): an optimizer without state that steps each parameter by
             itself, as SGD and Adam do (LAMB with a norm over all parameters does not). Its dense

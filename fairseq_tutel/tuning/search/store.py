@@ -1,16 +1,7 @@
 """State of a tuner as JSON text, for checkpoints and for ``--moe-tune-file``.
 
-Format 1::
-
-    {"format": 1, "signature": {...}, "step": 900, "run_us": 1, "lost_us": 0,
-     "keys": {"train/float32/M512 F2048 E8/1":
-         {"choice": {"algorithm": "2dh", "overlap_degree": 4}, "us": 3100, "baseline_us": 4400,
-          "trials": 9, "closed": true, "opened": 0}},
-     "open": {"train/float32/M512 F2048 E8/2":
-         {"start": {...}, "history": [[{...}, [3100, 3090]], [{...}, null]], "samples": [3050]}},
-     "others": [{"signature": {...}, "keys": {...}}]}
-
-Results under another signature (machines, versions) are kept for runs with that signature.
+:func:`dump` writes format 1; a key is ``train/float32/M512 F2048 E8/1``. Results under another
+signature (machines, versions) are kept for runs with that signature.
 """
 
 import json
