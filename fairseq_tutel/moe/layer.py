@@ -53,28 +53,24 @@ class MoELayer(nn.Module):
         num_experts (int): E, experts over all ranks (default None: given by ``config``).
         hidden_dim (int): F, hidden dimension of the built-in experts (default None: 4*M).
         config (MoEConfig): all of ``num_experts`` and ``**routing`` in one (default None).
-        activation (str): activation of the ``ffn`` experts and of the shared expert: gelu, relu,
-            swish, tanh, ... (default "gelu").
+        activation (str): of ``ffn`` and shared experts: gelu, relu, swish, ... (default "gelu").
         gate (nn.Module): a :class:`~fairseq_tutel.moe.routers.Router`, or a module that maps
-            [T, M] to logits [T, E] (default None: the router that ``config.router`` names). A
-            module gets tokens in the dtype of ``x`` under the caller's autocast; its logits are
-            cast to fp32.
+            [T, M] to logits [T, E] under the caller's autocast (default None: the router that
+            ``config.router`` names).
         expert_fn (function): makes one expert, a module [n, M] -> [n, M] (default None: built-in).
         experts (list of nn.Module): all experts of this rank (default None: built-in experts).
         expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
             ``geglu``, or a registered name (default "ffn").
         expert_options (dict): options of that network, such as ``{"bias": True}`` (default None).
-        groups (ExpertParallelGroups): placement of the experts, from
-            :func:`~fairseq_tutel.distributed.build_groups` (default None: spread over all ranks of
-            torch.distributed; then the constructor is collective).
+        groups (ExpertParallelGroups): placement of the experts, from ``distributed.build_groups``
+            (default None: spread over all ranks; then the constructor is collective).
         shared_expert_dim (int): hidden dimension of an expert for all tokens (default 0: none).
         shared_expert_gate (bool): give it a gate, the sigmoid of a linear map (default False).
         dropout (float): dropout of the outputs of the built-in experts (default 0).
         activation_dropout (float): dropout after their activation (default 0).
         seed (int): seed of experts' initial weights (default None: drawn from torch's generator).
         expert_storage (str): ``stacked`` for training (default); ``mapped``, ``bf16`` or ``int8``
-            for evaluation only, without memory until a state dict is loaded
-            (:mod:`.experts.inference`).
+            for evaluation (:mod:`.experts.inference`), empty until a state dict is loaded.
         expert_compute (str): ``fp8``: multiply in e4m3 in the forward pass (default "same").
         activation_memory (str): what the experts keep for the backward pass: ``fast``, everything;
             ``lean``, half; ``minimal``, only tokens and routing (default "fast"; MEMORY.md).
@@ -82,11 +78,9 @@ class MoELayer(nn.Module):
             ``fp8`` (default "same").
         exchange (ExchangeConfig or str): how tokens travel between ranks, or an algorithm's name;
             the same on all ranks (default "linear").
-        record_exchange_time (bool): measure exchanges for :attr:`MoEAux.record`; slow, and without
-            overlap (default False).
+        record_exchange_time (bool): measure exchanges, slowly and without overlap (default False).
         skip_exchange (bool): leave out the all-to-alls: wrong, for benchmarks (default False).
-        compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
-            (default True). False saves time in small layers.
+        compute_aux (bool): also without ``return_aux`` in training (default True; False is faster).
         layer_index (int): number of the layer in its model; ``local_drop`` reads it (default 0).
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
 
@@ -209,15 +203,13 @@ class MoELayer(nn.Module):
             pad_mask (Tensor): bool [...], True for padding: no expert (default None: no padding).
             choices (Tensor): integers [..., K], experts of the tokens (default None: the router's).
             weights (Tensor): [..., K], weights of ``choices`` (default None: the gate's).
-            step (StepAgreement): result of :func:`~fairseq_tutel.distributed.sync_step` for this
-                forward pass (default None: made here by one small all-gather). If you give it, call
-                :func:`~fairseq_tutel.moe.balance_over_ranks` for the reports of all layers.
+            step (StepAgreement): result of ``distributed.sync_step`` for this forward pass (default
+                None: made here by a small all-gather). With it, call ``balance_over_ranks``.
             top_k (int): experts per token (default None: the layer's).
             capacity_factor (float): capacity factor (default None: the layer's).
             exchange (ExchangeConfig or str): prepared by :meth:`prepare_exchanges` (default None).
             r (int): ranks that each token goes to (default None: the exchange's).
-            record (ExchangeRecord): gets times and rounding errors of exchanges, also of recomputed
-                ones (default None: a new record if anything is measured).
+            record (ExchangeRecord): gets times and errors of exchanges (default None: a new one).
             return_aux (bool): also return losses and counts (default False). Otherwise they are
                 not computed in evaluation under ``torch.no_grad``, nor with ``compute_aux=False``.
             balance_later (bool): leave ``balance_over_ranks`` to the caller (default False).

@@ -108,13 +108,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     The norm is that of one process with all experts. Call it when gradients are reduced
     (:func:`~.data_parallel.wrap_data_parallel` does it) and unscaled.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
-    >>> model(torch.randn(16, 8)).square().sum().backward()
-    >>> norm = clip_grad_norm_(model, 0.1)
-    >>> bool(norm > 0.1), round(clip_grad_norm_(model, float("inf")).item(), 3)
-    (True, 0.1)
-
     Args:
         model (nn.Module): the model, wrapped or not, with or without MoE layers.
         max_norm (float): the largest norm; ``float("inf")`` only measures.

@@ -57,15 +57,8 @@ def matrix_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split a model's trained parameters into single matrices and all others; not collective.
 
-    >>> from fairseq_tutel.moe import MoELayer
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), MoELayer(8, num_experts=4))
-    >>> matrices, others = matrix_parameters(model, leave_out=r"embed|head|gate")
-    >>> len(matrices), len(others)  # 1 + 2 for each expert; 3 biases, the gate
-    (9, 4)
-    >>> optimizers = [torch.optim.SGD(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
-
-    In place of SGD comes ``torch.optim.Muon`` (torch 2.9). ``save_checkpoint(path, model,
-    optimizers)`` takes both.
+    The matrices are for ``torch.optim.Muon`` (torch 2.9), the others for AdamW; README.md in this
+    folder has an example. ``save_checkpoint(path, model, optimizers)`` takes both optimizers.
 
     Args:
         model (nn.Module): the model on its device and in its dtype, wrapped or not. Its experts, if

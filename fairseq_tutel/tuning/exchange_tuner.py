@@ -63,7 +63,12 @@ class ExchangeTuner:
         start = {axis.name: v if v in axis.all_values else axis.values[0] for axis, v in own}
         self._tuner = Tuner(self.space, steps=steps, max_loss=max_loss, start=start)
         self._others: list[dict] = []  # results of other machines
-        self._pinned = None if pinned is None else self._read_pinned(pinned)
+        self._pinned: dict[Key, dict[str, Any]] | None = None
+        if pinned is not None:
+            checksum = hashlib.sha256(pinned.encode()).hexdigest()[:16]
+            refuse_differences("the file of exchange choices", gather_texts(checksum))
+            same = {name: self.signature[name] for name in ("ranks", "ranks_per_node")}
+            self._pinned = read_pinned(pinned, self.space, same)
         self._warned: set[str] = set()  # kinds of keys that are missing in the file
         # cached, so that a step without trial or measurement costs nothing
         self._exchange = functools.cache(
@@ -171,12 +176,6 @@ class ExchangeTuner:
                 f"{kinds}): the layers keep their own exchange"
             )
         return {} if found is None else self._pinned[found], -1, False
-
-    def _read_pinned(self, text) -> dict[Key, dict[str, Any]]:
-        checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
-        refuse_differences("the file of exchange choices", gather_texts(checksum))
-        same = {name: self.signature[name] for name in ("ranks", "ranks_per_node")}
-        return read_pinned(text, self.space, same)
 
 
 def describe_tuning(event: Mapping[str, Any]) -> str:

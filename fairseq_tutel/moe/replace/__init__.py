@@ -59,16 +59,14 @@ def replace_ffn(
     Args:
         model (nn.Module): the model that holds the blocks.
         match (str or function or list of str): which blocks: a regular expression that is searched
-            in dotted names, a function of (name, module), or names. Of nested modules the
-            outermost is replaced.
+            in dotted names, a function of (name, module), or names; of nested ones the outermost.
         num_experts (int): E, the experts of a layer over all ranks.
         copy_weights (bool): start every expert as the block, and keep ``requires_grad`` (default
             False: draw new weights, all trained). The first output of the model is unchanged if
             ``top_k`` > 1 and no pair is dropped (``capacity_factor=0``); with ``top_k=1`` it is
             weighted by the gate's probability. Biases that the block lacks stay zero. All ranks
             need the same weights.
-        groups (ExpertParallelGroups): placement of the experts on ranks (default: spread over all
-            ranks; then the call is collective).
+        groups (ExpertParallelGroups): placement of the experts (default: all ranks; collective).
         seed (int): seed of new weights (default: drawn from torch's generator).
         **moe: further arguments of :class:`MoELayer`, such as ``top_k`` and ``capacity_factor``
             (default: MoELayer's). ``hidden_dim``, ``activation``, ``expert_network`` and
