@@ -40,15 +40,12 @@ STORED = {"same": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 class ActivationMemory:
     """Choice of what experts keep for the backward pass beside tokens and routing.
 
-    Attributes:
-        mode: ``fast`` keeps rows, values before and after the activation and outputs; ``lean`` only
-            the values before the activation; ``minimal`` nothing, so that fc1 is applied again.
-        storage: format of the values that ``lean`` keeps: ``same`` as the rows, ``bf16`` or ``fp8``
-            (e4m3 with a scale per row).
+    ``fast`` keeps rows, values before and after the activation and outputs; ``lean`` only the
+    values before the activation; ``minimal`` nothing, so that fc1 is applied again.
     """
 
     mode: str = "fast"
-    storage: str = "same"
+    storage: str = "same"  # what ``lean`` keeps: as the rows, bf16, or fp8 (with a scale per row)
 
     def __post_init__(self):
         if self.mode not in MODES:

@@ -18,11 +18,8 @@ COMBINE_METHODS = ("sum", "average")
 class AuxLosses:
     """Reports of a model's MoE layers in one forward pass; :func:`collect_aux` makes one.
 
-    All results are empty, and the loss is 0, if the model has no MoE layer.
-
-    Attributes:
-        layers: (name of the layer, its :class:`~fairseq_tutel.moe.MoEAux`), in the order of calls.
-        combine: ``"sum"`` or ``"average"`` of the layers' losses.
+    All results are empty, and the loss is 0, if the model has no MoE layer. ``layers`` are (name,
+    :class:`~fairseq_tutel.moe.MoEAux`) in the order of calls.
     """
 
     def __init__(self, model: nn.Module, combine: str = "sum"):

@@ -148,15 +148,12 @@ def _check_version() -> None:
     """Warn about a version that was not tested; raise ImportError if its methods are others."""
     found = f"MoETrainer was tested with transformers {TESTED}, this is {transformers.__version__}"
     for name in _PRIVATE:
-        theirs, ours = (getattr(each, name, None) for each in (Trainer, MoETrainer))
-        if theirs is None or _arguments(theirs) != _arguments(ours):
+        methods = [getattr(each, name, None) for each in (Trainer, MoETrainer)]
+        theirs, ours = (each and list(inspect.signature(each).parameters) for each in methods)
+        if theirs != ours:
             raise ImportError(f"{found}: Trainer.{name} is another; install a tested version")
     if not SpecifierSet(TESTED).contains(transformers.__version__, prereleases=True):
         warnings.warn(found, stacklevel=3)
-
-
-def _arguments(method: Any) -> list[str]:
-    return list(inspect.signature(method).parameters)
 
 
 _PRIVATE = (

@@ -25,10 +25,7 @@ class ExpertList(nn.ModuleList, ExpertBank):
         """Call each expert on its rows. NOTE: the host reads the counts of ragged rows."""
         if batch.offsets is None:
             return torch.stack([self._rows(*pair) for pair in zip(self, batch.rows, strict=True)])
-        ends = batch.offsets.tolist()
-        sizes = [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-        tail = batch.rows.shape[0] - ends[-1]
-        *parts, rest = batch.rows.split([*sizes, tail])
+        *parts, rest = batch.rows.tensor_split(batch.offsets.tolist())
         return torch.cat([*(self._rows(*pair) for pair in zip(self, parts, strict=True)), rest])
 
     def _rows(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -86,7 +83,8 @@ def with_width(
     for module in own[0].modules():
         if isinstance(module, nn.Linear) and module.in_features:
             return own, module.in_features
-    raise ValueError(f"give model_dim=: {type(own[0]).__name__} has no linear layer that says it")
+    name = type(own[0]).__name__
+    raise ValueError(f"{name} has no linear layer that says the width: give model_dim=")
 
 
 def _make_each(expert_fn, groups, seed) -> list[nn.Module]:

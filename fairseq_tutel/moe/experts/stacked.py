@@ -223,10 +223,9 @@ class StackedExperts(ExpertBank):
         """
         if offsets is None:
             return torch.bmm(rows, weight.transpose(1, 2))
-        ends = [0, *offsets.tolist()]
-        spans = zip(ends, ends[1:], weight, strict=False)
-        tail = rows.new_zeros((len(rows) - ends[-1], weight.shape[1]))
-        return torch.cat([*(rows[begin:end] @ each.t() for begin, end, each in spans), tail])
+        *parts, rest = rows.tensor_split(offsets.tolist())
+        products = [part @ each.t() for part, each in zip(parts, weight, strict=True)]
+        return torch.cat([*products, rows.new_zeros((len(rest), weight.shape[1]))])
 
     @property
     def computes_chunks(self) -> bool:

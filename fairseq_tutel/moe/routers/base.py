@@ -91,10 +91,9 @@ class Router(nn.Module):
     ) -> None:
         """Move the bias on the selection of experts (:mod:`..load_bias`).
 
-        Args:
-            counts: an update's ``bias_counts``, summed over its forward passes and all ranks.
-            held_back_E: fp32 [E], fixed bias of experts that a growth holds back; nan for the
-                others, and the load is balanced among these only (default None: no expert).
+        ``counts`` are an update's ``bias_counts``, summed over its forward passes and all ranks;
+        ``held_back_E``, fp32, is the fixed bias of experts that a growth holds back, nan for the
+        others, among which the load is balanced.
         """
         bias_E = self.load_bias
         if bias_E is None or not self.config.moves_load_bias:

@@ -112,9 +112,7 @@ class Tuner:
     def payload(self, elapsed: int, measured: Mapping[int, int]) -> list[int]:
         """Return this rank's line of the table, equally long on every rank and in every step.
 
-        Args:
-            elapsed: microseconds since the last step began.
-            measured: step -> microseconds, for the samples that are known.
+        ``elapsed``: microseconds since the last step began; ``measured``: those of known samples.
         """
         samples = [measured.get(step, MISSING) for step in self.awaited]
         return [self._checksum, elapsed, *samples, *[MISSING] * (SLOTS - len(samples))]
@@ -157,9 +155,8 @@ class Tuner:
     def take_events(self) -> list[dict[str, Any]]:
         """Return events since the last call, as lines of ``exchange.jsonl``.
 
-        Each has ``what``, ``key`` and ``choice``. A ``trial`` has ``samples`` in microseconds;
-        ``unfit`` is a trial that could not be measured; a ``decision`` has the median microseconds
-        ``us`` of its choice and ``baseline_us`` of the start, and the number of ``trials``.
+        A ``trial`` has ``samples`` in microseconds; ``unfit`` is a trial that could not be
+        measured; a ``decision`` has medians ``us`` of its choice and ``baseline_us`` of the start.
         """
         events, self._events = self._events, []
         return events
