@@ -32,11 +32,6 @@ class ExchangeChoice(NamedTuple):
         return self.exchange.groups.ep_size > 1
 
     @property
-    def compact(self) -> bool:
-        """Whether only used rows travel even with a fixed capacity."""
-        return self.config.wire_compact and self.communicates
-
-    @property
     def balances(self) -> bool:
         """Whether ranks help each other; never if rows stay on their rank (:class:`LocalCopy`)."""
         stays = isinstance(self.exchange.algorithm, LocalCopy)

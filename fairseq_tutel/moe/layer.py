@@ -316,7 +316,8 @@ class MoELayer(nn.Module):
         unasked = self.compute_aux and (self.training or torch.is_grad_enabled())
         sizes = agreed.num_tokens, x.shape[:-2].numel()
         reports = return_aux or unasked, unasked  # now, and in a recomputation
-        return RouterCall(config, self.training, *sizes, choice.compact, *reports, steering)
+        compact = choice.config.wire_compact and choice.communicates
+        return RouterCall(config, self.training, *sizes, compact, *reports, steering)
 
     def _route(self, given_TM, x_TM, pad_mask, call, shape) -> tuple[Routing, RouterAux | None]:
         """Return the routing and the router's report; ``shape`` is that of x without M."""

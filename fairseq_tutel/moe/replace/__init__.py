@@ -159,6 +159,3 @@ def _copier(block: nn.Module, copy_weights: bool) -> Callable[[], nn.Module]:
         return expert
 
     return make
-
-
-__all__ = ["every_other", "replace_ffn"]

@@ -8,7 +8,7 @@ call all transforms, in the order of the list. Loading needs no other rank: bank
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -53,9 +53,8 @@ def join_slices(state: State, groups: distributed.ExpertParallelGroups, what: st
 
     def prepare() -> str:
         entries = list(_expert_entries(state))
-        gathers.append(
-            distributed.SliceGather({e.path: e.value for e in entries if e.is_cut}, groups)
-        )
+        cut = {path: value for path, value, is_cut in entries if is_cut}
+        gathers.append(distributed.SliceGather(cut, groups))
         return json.dumps(_signature(entries))
 
     signatures = [json.loads(text) for text in all_ranks().run_on_all_ranks(what, prepare)]
@@ -74,9 +73,9 @@ def spread_slices(state: State, groups: distributed.ExpertParallelGroups, what: 
     if groups.num_slices == 1:
         return state
     cut = {
-        entry.path: distributed.slice_as_dtensor(entry.value, entry.path, groups)
-        for entry in _expert_entries(state)
-        if entry.is_cut
+        path: distributed.slice_as_dtensor(value, path, groups)
+        for path, value, is_cut in _expert_entries(state)
+        if is_cut
     }
     return map_state(state, lambda name, key, value: cut.get(_path(name, key), value))
 
@@ -84,28 +83,20 @@ def spread_slices(state: State, groups: distributed.ExpertParallelGroups, what: 
 SAVE_TRANSFORMS: tuple[SaveTransform, ...] = (drop_held_experts, gather_sharded, join_slices)
 
 
-class _Entry(NamedTuple):
-    """A value of an expert: a parameter, or an entry of its optimizer state."""
-
-    path: str
-    value: Any
-    is_cut: bool
-
-
 def _path(name: str, key: str | None) -> str:
     """Return a unique key that ends in the parameter's name, as SliceGather needs it."""
     return name if key is None else f"{key}:{name}"
 
 
-def _expert_entries(state: State) -> Iterator[_Entry]:
-    """Yield sliced parameters and their optimizer state, in the same order on all ranks."""
+def _expert_entries(state: State) -> Iterator[tuple[str, Any, bool]]:
+    """Yield (path, value, is_cut) of sliced parameters and of their optimizer state, in order."""
     cut = {
         name: param
         for name, param in state[MODEL].items()
         if split_key(name) is not None and distributed.slice_dim(name) is not None
     }
     for name, param in cut.items():
-        yield _Entry(name, param, True)
+        yield name, param, True
     named = (state.get(OPTIMIZER) or {}).get(NAMED_STATE, {})
     for name, param in cut.items():
         for key, value in named.get(name, {}).items():
@@ -120,10 +111,10 @@ def _expert_entries(state: State) -> Iterator[_Entry]:
                     f"the optimizer's {key} of {name} mixes hidden units, which are spread over "
                     "ranks: use placement='replicated', or Adam or SGD"
                 )
-            yield _Entry(_path(name, key), value, is_cut)
+            yield _path(name, key), value, is_cut
 
 
-def _signature(entries: list[_Entry]) -> list[str]:
+def _signature(entries: list[tuple[str, Any, bool]]) -> list[str]:
     """Return two hashes: one must agree on all ranks, one on the ranks of an expert."""
     forms, numbers = [], []
     for path, value, is_cut in entries:
