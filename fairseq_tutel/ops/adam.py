@@ -15,13 +15,8 @@ def adam16_maxima(param: Tensor, *tensors: Tensor, **options) -> Tensor:
     """Return the largest finite magnitudes of the statistics that :func:`adam16_step_` will store.
 
     Give the step their maximum over the ranks that hold parts of a parameter. Its scales are then
-    those of the whole parameter.
-
-    Args:
-        tensors, options: tensors, beta1, beta2 and grad_multiplier of the step; none is changed.
-
-    Returns:
-        [2, Q] fp32, of ``exp_avg`` and of ``exp_avg_sq``, for the Q scales.
+    those of the whole parameter. They are [2, Q] fp32, of ``exp_avg`` and of ``exp_avg_sq``, for
+    the Q scales. ``options`` are beta1, beta2 and grad_multiplier of the step.
     """
     return implementation("adam16_maxima", param)(param, *tensors, **options)
 
@@ -44,9 +39,6 @@ def adam16_step_(param: Tensor, *tensors: Tensor, **options) -> tuple[Tensor, Te
 
     Returns:
         The new (exp_avg_scale, exp_avg_sq_scale), in the shapes they came in.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, on the Triton backend.
     """
     return implementation("adam16_step_", param)(param, *tensors, **options)
 
@@ -54,10 +46,8 @@ def adam16_step_(param: Tensor, *tensors: Tensor, **options) -> tuple[Tensor, Te
 def adam16_steps_(states: Sequence[Sequence[Tensor]], **options) -> None:
     """Make the steps of several small tensors, on a GPU in one launch.
 
-    Args:
-        states: param, grad, exp_avg, exp_avg_sq and both scales of each tensor, as of
-            :func:`adam16_step_`; all of one device, params of one dtype, grads of one dtype.
-            Scales are updated in place, too. No tensor is empty.
-        options: of :func:`adam16_step_` but ``maxima``, for all.
+    ``states`` are param, grad, exp_avg, exp_avg_sq and both scales of each tensor, as of
+    :func:`adam16_step_`; all of one device, params of one dtype, grads of one dtype. Scales are
+    updated in place, too. No tensor is empty. ``options`` are those of a step but ``maxima``.
     """
     implementation("adam16_steps_", states[0][0])(states, **options)

@@ -46,11 +46,8 @@ def _why_not_triton(device_type: str) -> str | None:
 def set_backend(name: str) -> None:
     """Choose the backend of all operators in this process.
 
-    Args:
-        name: ``auto`` (Triton on GPUs if it is installed, else torch), ``triton``, ``torch``.
-
-    Raises:
-        ValueError: unknown name, or triton cannot run here.
+    ``auto`` (Triton on GPUs if it is installed, else torch), ``triton`` or ``torch``. Raise
+    ValueError for another name, or if triton cannot run here.
     """
     global _requested
     if name not in BACKENDS:

@@ -60,14 +60,8 @@ def _check(x_TM: Tensor, weight_EM: Tensor) -> None:
 def gate_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
     """Return ``x @ weight.T`` in fp32, also for tokens in half precision.
 
-    Gradients are rounded once, at the end, to the dtypes of tokens and weight.
-
-    Args:
-        x_TM: (T, M); differentiable.
-        weight_EM: (E, M), of the same dtype, or fp32 with half tokens (autocast); differentiable.
-
-    Returns:
-        (T, E) in fp32 (fp64 of fp64).
+    Gradients are rounded once, at the end, to the dtypes of tokens and weight. The weight has the
+    tokens' dtype, or fp32 with half tokens (autocast). Logits (T, E) of fp64 are fp64.
     """
     _check(x_TM, weight_EM)
     return _gate_logits(x_TM, weight_EM)

@@ -176,20 +176,13 @@ def lean_ffn(
 ) -> Tensor:
     """Return ``combine(expert_ffn(dispatch(x)), weight)``, with the bits of these operators.
 
+    Tokens, weights and ``params``, fc1's weight and bias and fc2's, are differentiable.
+
     Args:
-        x_TM: (T, M) tokens; differentiable.
-        topk_weight_TK: (T, K) fp32; differentiable.
-        dest_row_TK, src_pair_R: as of :func:`~fairseq_tutel.ops.dispatch`.
-        expert_TK: (T, K) int32 expert of each pair.
-        params: fc1's weight and bias and fc2's, as of :func:`~fairseq_tutel.ops.expert_ffn`;
-            differentiable.
         offsets: (e,) int32 end row of each expert; None for equally many rows of each.
         options: activation, dropout, and fp8.
         memory: what is kept; ``fast`` is not for this operator.
         late_bias: let combine add fc2's bias if that is faster (default True).
-
-    Returns:
-        (T, M) in the dtype of x.
     """
     check_maps(dest_row_TK, src_pair_R)
     check_indices("expert", expert_TK, "tokens", "top_k")

@@ -16,11 +16,8 @@ def low_rank_bwd(
     Args:
         d: (R, B), gradient of the product; (e, N, B) without ``offsets``.
         rows: (R, A), or (e, N, A).
-        a_erA, b_eBr: (e, r, A) and (e, B, r), in the dtype of the rows.
+        a_erA, b_eBr: in the dtype of the rows.
         offsets: (e,) int32 end row of each expert; None for padded rows.
-
-    Returns:
-        (e, r, A) and (e, B, r).
     """
     d = d.reshape(*rows.shape[:-1], d.shape[-1])
     if offsets is not None:

@@ -28,12 +28,8 @@ def assign_slots(
     """Return the position of each (token, choice) pair within its expert; deterministic.
 
     All first choices are counted before all second ones and so on, each in token order or, with
-    priorities, by descending priority (ties in token order).
-
-    Args:
-        expert_TK: (T, K) int32, -1 = not routed.
-        num_experts: E.
-        priority_T: (T,) float, or None.
+    priorities (float), by descending priority (ties in token order). In ``expert_TK``, int32, -1 is
+    not routed.
 
     Returns:
         position_in_expert_TK: (T, K) int32, -1 where not routed.

@@ -47,16 +47,8 @@ def token_ffn(
 ) -> Tensor:
     """Apply each expert to its tokens: ``expert_ffn(dispatch(x, dest_row, src_pair), ...)``.
 
-    Args:
-        x_TM: (T, M) tokens; differentiable.
-        dest_row_TK, src_pair_R: as of :func:`~fairseq_tutel.ops.dispatch`.
-        params: fc1's weight and bias and fc2's, as of :func:`~fairseq_tutel.ops.expert_ffn`;
-            differentiable.
-        offsets: (e,) int32 end row of each expert.
-        options: activation and dropout.
-
-    Returns:
-        (R, M) in the dtype of x; unspecified after the last expert's rows.
+    Tokens and ``params``, fc1's weight and bias and fc2's, are differentiable. ``offsets`` (e,)
+    int32 are the end rows of experts. Return (R, M), unspecified after the last expert's rows.
     """
     check_maps(dest_row_TK, src_pair_R)
     check_tokens(x_TM, dest_row_TK)

@@ -6,9 +6,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="fairseq_tutel")
 
-The model's routers, parameters and files stay as they are. Rows are dispatched, computed and
-combined by this package's operators. Use :func:`~..replace_moe` for several ranks, and for options
-of routing.
+The model's routers, parameters and files stay as they are. Use :func:`~..replace_moe` for several
+ranks, and for options of routing.
 """
 
 from weakref import WeakKeyDictionary

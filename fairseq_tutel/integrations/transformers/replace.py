@@ -42,8 +42,7 @@ def replace_moe(
 
     Args:
         model (nn.Module): a model of transformers, or any with such blocks (``recognize.py``).
-        groups (ExpertParallelGroups): placement of the experts on ranks (default: spread over all
-            ranks).
+        groups (ExpertParallelGroups): placement of the experts (default: spread over all ranks).
         **moe: further arguments of :class:`~fairseq_tutel.moe.MoELayer`, such as ``exchange`` and
             ``load_bias`` (default: MoELayer's, but ``capacity_factor=0``, so that no pair is
             dropped, and ``compute_aux=False``). What the block decides is refused.

@@ -56,9 +56,8 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
 def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the state dict with transformers' names and all experts, on rank 0's CPU. Collective.
 
-    Pass it to ``model.save_pretrained(folder, state_dict=...)``. Without that argument
-    ``save_pretrained`` writes this package's names, which transformers does not load. The model
-    stays as it is.
+    Pass it to ``model.save_pretrained(folder, state_dict=...)``, which otherwise writes this
+    package's names. The model stays as it is.
 
     Args:
         model (nn.Module): the model that ``replace_moe`` changed, wrapped or not.
