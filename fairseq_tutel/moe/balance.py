@@ -32,10 +32,7 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
 
 
 def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
-    """Return the counts that each report's loss is computed from, int64 [E + 1].
-
-    Counts of an update (``UpdateLoad``) are not summed again when a pass is recomputed.
-    """
+    """Return the counts of each report's loss, int64 [E + 1]; known ones in a recomputation."""
     again = in_backward()
     known_L: list[torch.Tensor | None] = [
         aux.update_load.pairs if again and aux.update_load else None for aux in waiting

@@ -84,10 +84,7 @@ def _without_output_bias(experts, dtype):
 
 
 def _experts_gather(experts, x_TM, routing, prepared, exchange) -> TypeGuard[Experts]:
-    """Return whether the experts read tokens where they are, so that no rows are written.
-
-    Only ragged rows on one rank can be read so, and only if nobody measures the exchange.
-    """
+    """Return whether the experts read tokens where they are: ragged, on one rank, unmeasured."""
     if routing.padded or prepared is None or exchange.groups.ep_size > 1 or exchange.timed:
         return False
     return isinstance(experts, Experts) and experts.gathers_tokens(prepared, x_TM)

@@ -84,9 +84,8 @@ class ExchangeChoice(NamedTuple):
         # a string seed is hashed, so that neighbouring layers draw independently
         if random.Random(f"{draw} {layer_index}").random() >= probability:
             return self
-        stay = distributed.Exchange(
-            LocalCopy(self.exchange.groups, self.exchange.name), None, False
-        )
+        copy = LocalCopy(self.exchange.groups, self.exchange.name)
+        stay = distributed.Exchange(copy, None, False)
         return self._replace(exchange=stay, overlap_degree=1)
 
 
@@ -118,9 +117,8 @@ class ExchangeChoices:
         """
         if config in self._choices:
             return self._choices[config]
-        parallelism = distributed.expert_parallelism(
-            self._groups, config.r
-        )  # raises if r is impossible
+        # raises if r is impossible
+        parallelism = distributed.expert_parallelism(self._groups, config.r)
         built = self._algorithms.get((config.algorithm, config.ranks_per_node, config.r))
         if built is None:
             raise ValueError(
@@ -131,9 +129,8 @@ class ExchangeChoices:
         communicates = built.groups.ep_size > 1
         codec = WireCodec(used) if used.compresses and communicates else None
         degree = used.overlap_degree if communicates else 1
-        exchange = distributed.Exchange(
-            built, codec, self._timed, used.balance_ranks and communicates
-        )
+        helps = used.balance_ranks and communicates
+        exchange = distributed.Exchange(built, codec, self._timed, helps)
         self._choices[config] = ExchangeChoice(used, exchange, parallelism, degree)
         return self._choices[config]
 

@@ -55,8 +55,8 @@ class MoELayer(nn.Module):
         config (MoEConfig): all of ``num_experts`` and ``**routing`` in one (default None).
         activation (str): of ``ffn`` and shared experts: gelu, relu, swish, ... (default "gelu").
         gate (nn.Module): a :class:`~fairseq_tutel.moe.routers.Router`, or a module that maps
-            [T, M] to logits [T, E] under the caller's autocast (default None: the router that
-            ``config.router`` names).
+            [T, M] to logits [T, E], under the caller's autocast, which are cast to fp32 (default
+            None: the router that ``config.router`` names).
         expert_fn (function): makes one expert, a module [n, M] -> [n, M] (default None: built-in).
         experts (list of nn.Module): all experts of this rank (default None: built-in experts).
         expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
@@ -80,7 +80,8 @@ class MoELayer(nn.Module):
             the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges, slowly and without overlap (default False).
         skip_exchange (bool): leave out the all-to-alls: wrong, for benchmarks (default False).
-        compute_aux (bool): also without ``return_aux`` in training (default True; False is faster).
+        compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
+            (default True; False is faster).
         layer_index (int): number of the layer in its model; ``local_drop`` reads it (default 0).
         **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
 
@@ -272,11 +273,7 @@ class MoELayer(nn.Module):
         return self.exchange_choice.config
 
     def prepare_exchanges(self, exchanges: Iterable[ExchangeConfig | str]) -> None:
-        """Build process groups for calls with these exchanges. Collective; call before training.
-
-        Raises:
-            ValueError: ranks give different exchanges.
-        """
+        """Build process groups for calls with these exchanges. Collective; call before training."""
         for exchange in exchanges:
             self._choices.prepare(exchange)
 

@@ -14,12 +14,9 @@ def balance_loss(
     """GShard's balance loss, ``E * sum_e mean_t(p_te) * mean_t(first choice is e)``.
 
     arXiv 2006.16668, section 2.2, scaled so that perfect balance gives 1; before dropping.
-
-    Args:
-        prob_sum_E: fp32, sum over tokens of the gate's probabilities, with gradient.
-        chosen_E: int, tokens whose first choice is e; or all choices of e.
-        num_tokens: T.
-        choices: choices of a token in ``chosen_E``: 1, or K as in ST-MoE (arXiv 2202.08906).
+    ``prob_sum_E``, fp32, is the sum over tokens of the gate's probabilities, with gradient;
+    ``chosen_E``, int, the tokens whose first choice is e, or all ``choices`` of a token, as in
+    ST-MoE (arXiv 2202.08906).
     """
     scale = prob_sum_E.shape[0] / at_least_1(num_tokens) ** 2 / choices
     if isinstance(scale, torch.Tensor):
@@ -35,11 +32,9 @@ def sequence_balance_loss(
 ) -> torch.Tensor:
     """Balance loss within sequences, mean over them (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
 
-    Args:
-        prob_TE: fp32, gate distribution with gradient, of B sequences of T / B tokens.
-        expert_TK: int32, the choices that count, -1 for none.
-        num_sequences: B.
-        live_T: bool, tokens that count (default None: all). Sequences without one do not count.
+    ``prob_TE``, fp32, is the gate's distribution with gradient, of B sequences of T / B tokens;
+    ``expert_TK``, int32, the choices that count, -1 for none; ``live_T``, bool, the tokens that
+    count (default None: all). Sequences without one do not count.
     """
     (num_tokens, num_experts), choices = prob_TE.shape, expert_TK.shape[1]
     length = num_tokens // max(num_sequences, 1)

@@ -35,11 +35,8 @@ UTILISATION_NAMES = ("moe_util_slot", "moe_util_load", "moe_util_rank", "moe_dro
 def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
     """Return the relative errors (RMS) of rows that layers encoded in one forward pass.
 
-    Errors of gradients are known after the backward pass.
-
-    Returns:
-        fp32 scalars: sums of the layers' errors under WIRE_ERROR_NAMES, and numbers of layers with
-        an error under WIRE_LAYERS_NAMES; empty if nothing was encoded.
+    fp32 scalars: sums of the layers' errors under WIRE_ERROR_NAMES (of gradients after the backward
+    pass), numbers of layers with an error under WIRE_LAYERS_NAMES; empty if nothing was encoded.
     """
     sums = [record.square_sums for record in records if record.square_sums]
     if not sums:
@@ -56,11 +53,9 @@ def wire_errors(records: Iterable[ExchangeRecord]) -> dict[str, torch.Tensor]:
 def help_counts(records: Iterable[ExchangeRecord]) -> dict[str, float]:
     """Return what the layers' ranks did for each other in one forward and backward pass.
 
-    Returns:
-        Sums over the layers under HELP_NAMES, and the number of layers under HELP_LAYERS_NAME;
-        empty without ``balance_ranks``. Divided by that number, they are the utilisation of ranks
-        with help (as ``moe_util_rank``), rows of this rank's experts that others computed, and
-        megabytes of weights and gradients that this rank sent.
+    Sums over the layers under HELP_NAMES, and the number of layers under HELP_LAYERS_NAME; empty
+    without ``balance_ranks``. Divided by that number, they are the utilisation of ranks with help
+    (as ``moe_util_rank``), rows of this rank's experts that others computed, and megabytes sent.
     """
     helped = [record for record in records if record.loads_P]
     if not helped:

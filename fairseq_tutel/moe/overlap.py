@@ -95,7 +95,6 @@ def pipeline(
     behind it may never end.
 
     Args:
-        chunks: in the order in which they travel.
         send, send_back: start the exchanges of a chunk, or of its results; return their handles.
         compute: maps a chunk and what arrived to what is sent back, and to what is kept.
         meanwhile: maps the list of all that was kept to a result, while the last results travel.

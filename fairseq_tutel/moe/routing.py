@@ -130,9 +130,8 @@ def build_routing(
     K = 1 (Switch Transformer, arXiv 2101.03961, eq. 2), and with ``unnormalized_weights``.
 
     Args:
-        expert_TK: int32 [T, K], -1 for pairs that must not be routed.
-        gate_TK: fp32 [T, K], differentiable; normalized with ``normalize_before_dropping``.
-        call: options of the call.
+        expert_TK: int32, -1 for pairs that must not be routed.
+        gate_TK: fp32, differentiable; normalized with ``normalize_before_dropping``.
         priority: fp32 [T] or [T, K], larger goes first (default None: the order of the tokens).
         fallback: int32 [T, R], next best experts, -1 for none; and fp32 [T, R], their gate values,
             differentiable (default None: no re-routing).

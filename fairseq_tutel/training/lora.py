@@ -138,9 +138,6 @@ def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     Args:
         path (str or Path): the folder.
         model (nn.Module): a model with as many experts, wrapped if it has LoRA.
-
-    Raises:
-        ValueError: the updates do not fit the model.
     """
     from safetensors import safe_open
 

@@ -39,9 +39,6 @@ def shard_dense(
 
     Returns:
         nn.Module: the model; its dense parameters are DTensors.
-
-    Raises:
-        ValueError: a block is not in the model, or the model is sharded already.
     """
     blocks = list(_blocks_of(model) if blocks is None else blocks)
     inside = set(model.modules())

@@ -50,10 +50,7 @@ def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False)
 
 
 def _r_in_memory(layers) -> list[int]:
-    """Return the layers' own r, and each r whose gathered weights fit in half of the free memory.
-
-    The least free memory of all ranks counts. Collective.
-    """
+    """Return own r, and each r whose weights fit in half of all ranks' free memory. Collective."""
     groups, own = layers[0].groups, layers[0].exchange_config.r
     device, world_size = next(layers[0].parameters()).device, distributed.process_world()[1]
     free = free_memory(device)

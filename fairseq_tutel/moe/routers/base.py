@@ -73,15 +73,11 @@ class Router(nn.Module):
     def forward(
         self, x_TM: torch.Tensor, pad_mask_T: torch.Tensor | None, call: RouterCall
     ) -> tuple[Routing, RouterAux | None]:
-        """Route the tokens of one forward pass.
+        """Return the routing of tokens, and auxiliary values, or None if not ``call.reports``.
 
-        Args:
-            x_TM: [T, M], in the dtype of the experts; T may be 0 and differ between ranks.
-            pad_mask_T: bool [T], True for padding, which chooses no expert; None: no padding.
-            call: options of the call, used in place of ``self.config``.
-
-        Returns:
-            The routing and the auxiliary values, which may be None if ``call.reports`` is False.
+        ``x_TM`` has the dtype of the experts; T may be 0 and differ between ranks. ``pad_mask_T``,
+        bool, is True for padding, which chooses no expert; None: no padding. ``call`` has the
+        options of the call, used in place of ``self.config``.
         """
         raise NotImplementedError
 

@@ -35,9 +35,6 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
         optimizer (torch.optim.Optimizer): an optimizer without state that steps each parameter by
             itself, as SGD and Adam do (LAMB with a norm over all parameters does not). Its dense
             parameters are the same on all ranks.
-
-    Raises:
-        ValueError: the optimizer has state already.
     """
     if getattr(optimizer, _ATTRIBUTE, None) is None and distributed.process_world()[1] > 1:
         setattr(optimizer, _ATTRIBUTE, _Shards(optimizer))

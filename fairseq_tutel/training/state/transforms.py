@@ -108,8 +108,8 @@ def _expert_entries(state: State) -> Iterator[tuple[str, Any, bool]]:
             )
             if not is_cut and not is_number:
                 raise CheckpointError(
-                    f"the optimizer's {key} of {name} mixes hidden units, which are spread over "
-                    "ranks: use placement='replicated', or Adam or SGD"
+                    f"the optimizer's {key} of {name} mixes the hidden units of an expert, which "
+                    "are spread over ranks: use placement='replicated', or Adam or SGD"
                 )
             yield _path(name, key), value, is_cut
 
