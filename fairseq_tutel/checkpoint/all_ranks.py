@@ -17,12 +17,7 @@ _OK = "ok:"
 class AllRanks:
     """Runner of common steps: an error on one rank is raised on all, so that no rank waits.
 
-    Attributes:
-        rank, world_size: this process, and the number of processes that take part.
-        gather_texts: all-gathers one short text (or None) per rank; None if there is one process.
-
-    Raises:
-        ValueError: the rank is outside the world, or several processes have no ``gather_texts``.
+    ValueError is raised for a rank outside the world, or several ranks without ``gather_texts``.
     """
 
     rank: int = 0
@@ -39,8 +34,7 @@ class AllRanks:
     def run_on_all_ranks(self, what: str, action: Callable[[], str | None]) -> list[str]:
         """Run ``action`` on every rank; return the texts that it returned, in rank order.
 
-        CheckpointError is raised on every rank if the action failed on any. It names the step by
-        ``what``, the ranks and the errors.
+        CheckpointError on every rank if it failed on any; the text begins with ``what``.
         """
         failure: Exception | None = None
         try:

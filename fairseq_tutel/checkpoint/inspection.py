@@ -29,18 +29,14 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     """Describe a set or a merged file.
 
     Args:
-        path: name of the set or of one of its files.
+        path: name of the set or of one of its files; CheckpointError if there is none.
         verify: also read every byte and check the checksums stored in the files.
 
     Returns:
         A dict of plain values, None if unknown. ``kind``: "set" or "merged". ``replicas``: rank
         files that repeat others (Meta's runs). ``params_*``: elements as the trainer counts them,
-        each expert once. ``dtypes``: {name: elements}. ``optimizer_state``: "by name", "foreign" or
-        "none". ``growth``: a text per change of the number of experts. ``size_on_disk``: bytes.
-        ``files``: a dict per file. ``problems``: a text per defect.
-
-    Raises:
-        CheckpointError: no file has that name.
+        each expert once. ``optimizer_state``: "by name", "foreign" or "none". ``growth``: a text
+        per change of the number of experts. ``problems``: a text per defect.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)

@@ -1,9 +1,5 @@
 """Read a checkpoint of any kind, checked, for loading, resharding and inspecting.
 
-``read_set(path)`` returns a :class:`SetReader`: ``shared`` is the state without experts,
-``experts(range)`` the tensors and the optimizer state of some of them. A program that transforms
-checkpoints writes them with :func:`.store.write_set`, which takes the same two.
-
 Nothing here writes: a job may evaluate a checkpoint while another job trains and saves to it.
 """
 
@@ -67,7 +63,6 @@ def load_for_rank(
 
     The checkpoint is a set saved by any number of ranks, a merged file, a dense checkpoint without
     experts, or files that Meta published. Only the needed rank files are opened, and memory-mapped.
-    A save that was interrupted after its commit is read as complete.
 
     Args:
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
@@ -75,16 +70,15 @@ def load_for_rank(
         expert_parallel_size: P, ranks that hold all experts between them; 0: min(E, W).
         with_optimizer: also assemble ``last_optimizer_state``, if it is keyed by parameter name.
         check_experts: compare experts with their checksums, which reads them.
-        gather_texts: if given, all ranks call this function together, and an error on one rank is
-            raised on all.
+        gather_texts: if given, all ranks call this together, and an error on one is raised on all.
 
     Returns:
         The state of ``state.py`` with this rank's experts numbered from 0, and ``moe_checkpoint``,
         the metadata of the source (None for Meta's files).
 
     Raises:
-        CheckpointError: names the file that is missing, truncated or foreign, or E and W if the
-            experts cannot be placed.
+        CheckpointError: names the file that is missing, damaged or foreign, or E and W that do
+            not fit.
     """
 
     def read() -> dict[str, Any]:
@@ -141,21 +135,17 @@ def read_set(path: str) -> SetReader:
 class SetReader:
     """An open checkpoint; :func:`read_set` returns it.
 
-    The shared content is in memory (its tensors mapped). Rank files are opened one at a time.
+    Tensors are mapped. Rank files are opened one at a time. CheckpointError names a file that is
+    missing, damaged or foreign.
 
     Attributes:
-        cset: location of the files.
-        kind: "set" or "merged".
-        shared: content of the shared file, or the dense part of a merged file. Its checksums are
-            not compared; :meth:`shared_state` compares them.
+        cset, kind: location of the files; "set" or "merged".
+        shared: state without experts. :meth:`shared_state` compares its checksums, this does not.
         metadata: metadata of the save; None if another program wrote it.
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
         has_optimizer: whether there is optimizer state keyed by parameter name.
         check_experts: whether experts are compared with their checksums, which reads them.
-
-    Raises:
-        CheckpointError: names the file that is missing, truncated or foreign.
     """
 
     def __init__(self, path: str, *, check_experts: bool = True) -> None:
@@ -199,10 +189,9 @@ class SetReader:
     def experts(
         self, wanted: range, *, with_optimizer: bool = True
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return tensors and optimizer state of the experts with these global numbers, undamaged.
+        """Return tensors and optimizer state of the experts with these global numbers, checked.
 
-        Both are dicts by parameter name, with experts numbered from 0. The state is empty if there
-        is none or it is not wanted.
+        Both are dicts by parameter name, with experts numbered from 0; the state may be empty.
         """
         model: dict[str, Any] = {}
         named_state: dict[str, Any] = {}
@@ -293,10 +282,7 @@ class SetReader:
         return experts, max(experts // local, 1)
 
     def _check_experts(self, content: dict[str, Any], path: str) -> None:
-        """Check that a rank file has E/P experts, with names, shapes and dtypes of the other files.
-
-        The same holds for their optimizer state, which only trained parameters have.
-        """
+        """Check that a rank file has E/P experts of the other files' form; their state, too."""
         per_file = self.num_experts // self.num_rank_files
         parts = [(MODEL, path, content[MODEL], {per_file})]
         if self.has_optimizer:
@@ -330,8 +316,7 @@ class SetReader:
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
     """Return the set of ``path``, its files as a reader must see them, and "set" or "merged".
 
-    CheckpointError is raised if nothing has that name, if the shared file is missing, or if a set
-    and a merged file both have the name.
+    CheckpointError if nothing has that name, both kinds have it, or the shared file is missing.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -354,11 +339,9 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
 
 def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """Find a checkpoint for a program that reads single files; errors as of :func:`locate`.
+    """Return ("set", its shared file) or ("merged", the file); None if nothing has that name.
 
-    Returns:
-        ("set", its shared file) or ("merged", the file); None if nothing has that name. In the
-        middle of a commit the file has a temporary name (:func:`.commit.final_path`).
+    In the middle of a commit the file has a temporary name (:func:`.commit.final_path`).
     """
     if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
         return None

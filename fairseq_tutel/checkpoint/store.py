@@ -1,10 +1,6 @@
 """Save, rewrite, copy, remove and list checkpoint sets, each set as one thing.
 
-Several ranks pass :class:`.all_ranks.AllRanks`, which raises errors of one rank on all. Every rank
-makes the same calls, whatever happens, so that no rank waits for one that failed.
-
-Rewriting moves tensors and never computes with them. The optimizer state of an expert is stored by
-the expert's own name, complete with its scalars, so that every bit survives.
+Several ranks pass :class:`.all_ranks.AllRanks`, and every rank makes the same calls.
 """
 
 from __future__ import annotations
@@ -60,8 +56,8 @@ _ALONE = AllRanks()
 def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = _ALONE) -> None:
     """Save a set in one step; every rank calls this.
 
-    The new set replaces what ``path`` names: a set of any number of ranks, or a merged file. After
-    an error the old files are still there, unless the message says that the new set is saved.
+    The new set replaces what ``path`` names. After an error, raised as CheckpointError on every
+    rank, the old files are still there, unless the message says that the new set is saved.
 
     Args:
         path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
@@ -69,9 +65,6 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
             part of rank 0, and the experts of the ranks below ``num_rank_files``.
         num_rank_files: P, ranks that hold all experts between them: a divisor of W.
         ranks: this rank, and the collective that reports errors to the other ranks.
-
-    Raises:
-        CheckpointError: on every rank, naming the ranks that failed and why.
     """
     rank, what = ranks.rank, f"saving {path}"
     cset = CheckpointSet.from_path(path)
@@ -130,18 +123,15 @@ def write_set(
     Args:
         path: X.pt; the canonical path is returned.
         shared: everything but the experts, as :meth:`SetReader.shared_state` returns it.
-        experts: function that is called once for each file, with the experts that the file holds,
-            in their order.
+        experts: is called once for each file, with the experts that the file holds, in order.
         num_experts: E.
         num_ranks: W; the set gets min(E, W) rank files. None: write a merged file.
-        source: the set that the new one is made from; ``path`` must not be the same. The position
-            in the data stays valid, as the new set keeps the world size of its run.
+        source: the set that the new one is made from, whose world size it keeps.
         force: replace what ``path`` names.
         in_place: replace what ``path`` names in one step, even if it is ``source``.
 
     Raises:
-        CheckpointError: E and W do not divide, or ``path`` exists or names ``source``. Errors of
-            ``experts`` are passed on.
+        CheckpointError: E and W do not divide, or ``path`` exists or names ``source``.
     """
     target = CheckpointSet.from_path(path)
     if not in_place:
@@ -175,16 +165,9 @@ def refuse_target(path: str, source: str | None, force: bool) -> None:
 
 
 def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
-    """Write a copy of a checkpoint as a set for other ranks, optimizer state included.
+    """Write a copy of a set or merged file for other ranks, optimizer state included.
 
-    Args:
-        src: a set or a merged file; it is only read.
-        dst: X.pt of the new set; the canonical path is returned.
-        num_ranks, force: see :func:`write_set`.
-
-    Raises:
-        CheckpointError: ``src`` cannot be read, E and W do not divide, ``dst`` exists, or is
-            ``src``.
+    The canonical path of ``dst`` is returned. Arguments and errors are those of :func:`write_set`.
     """
     source = read_set(src)
     if not source.num_experts:
@@ -193,12 +176,9 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 
 
 def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
-    """Write a copy of a checkpoint as one file, experts numbered globally, for sharing.
+    """Write a copy as one file, experts numbered globally; see :func:`reshard`.
 
-    Args:
-        src, dst, force: see :func:`reshard`, also for the result and the errors.
-        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights;
-            CheckpointError if there is none.
+    ``with_optimizer`` keeps the optimizer state; CheckpointError if there is none.
     """
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:
@@ -218,7 +198,7 @@ def _rewrite(
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
     """Copy a set, by hard links if the file system has them. The copy replaces what ``dst`` names.
 
-    CheckpointError is raised on all ranks if ``src`` does not exist, or the file system failed.
+    CheckpointError on all ranks if ``src`` does not exist, or the file system failed.
     """
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
 
@@ -249,10 +229,7 @@ def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
 
 
 def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Finish or undo the interrupted saves of a directory, before the run that owns it starts.
-
-    Loading never needs this, because readers see the right set in any state.
-    """
+    """Finish or undo interrupted saves before a run starts; readers see the right set anyway."""
 
     def recover_all() -> None:
         for cset in unfinished_sets(directory):
@@ -262,10 +239,7 @@ def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 
 
 def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Check before a run, not at its first save, that all ranks write to one folder.
-
-    CheckpointError, raised on every rank, names the ranks that see another folder, and both paths.
-    """
+    """Check before a run that all ranks write to one folder; CheckpointError names both paths."""
     # named like a temporary file of a set, so that recovery removes it after a kill
     mark = CheckpointSet(os.path.abspath(directory), ".one-folder-for-all-ranks")
 
@@ -303,9 +277,8 @@ def set_exists(path: str) -> bool:
 def find_sets(directory: str, pattern: str) -> dict[str, float]:
     """Find the sets whose X.pt matches a regular expression, as fairseq's ``checkpoint_paths``.
 
-    Returns:
-        Canonical path -> number in the pattern's first group, or 0; sorted by the number, then by
-        name, descending. Incomplete sets are among them.
+    Return canonical path -> number in the pattern's first group, or 0, in descending order.
+    Incomplete sets are among them.
     """
     regex = re.compile(pattern)
     names = [name for name in os.listdir(directory) if name.endswith(".pt")]

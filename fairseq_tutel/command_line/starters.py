@@ -1,7 +1,4 @@
-"""Environment variables by which torchrun, MPI, SLURM and PMI tell a process its rank.
-
-Standard library only.
-"""
+"""Environment variables by which torchrun, MPI, SLURM and PMI tell a process its rank."""
 
 from __future__ import annotations
 

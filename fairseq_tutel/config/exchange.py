@@ -120,13 +120,8 @@ class ExchangeConfig:
 def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
     """Return P, the number of ranks that exchange tokens and together hold every expert once.
 
-    Args:
-        num_experts: E.
-        world_size: W.
-        expert_parallel_size: P; 0: as large as possible, min(E, W).
-
-    Raises:
-        ValueError: E is below 1; neither of E and W divides the other; P does not divide both.
+    ``expert_parallel_size`` 0 chooses the largest, min(E, W). ValueError is raised if E is below 1,
+    neither of E and W divides the other, or P does not divide both.
     """
     size = expert_parallel_size
     if num_experts < 1:

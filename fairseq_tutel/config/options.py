@@ -159,13 +159,10 @@ def documented(options: _Class) -> _Class:
 
 
 def check_options(options: Any) -> None:
-    """Check the values of a dataclass of options against what its fields state.
+    """Check values of a dataclass of options against its fields; ValueError names what is wrong.
 
     An int becomes a float for a float field, and a host's Enum becomes its text. The options of a
     chosen implementation become an object of its class ``Options``.
-
-    Raises:
-        ValueError: wrong type, choice or range, with the option's name and value.
     """
     for field in dataclasses.fields(options):
         value, choices = getattr(options, field.name), field.metadata.get("choices")
@@ -183,17 +180,12 @@ def check_options(options: Any) -> None:
             raise ValueError(f"{field.name}={value!r} is unknown; choose one of {listing}")
     check_ranges(options, type(options), as_argument)
     for field in dataclasses.fields(options):
-        _check_implementation(options, field)
-
-
-def _check_implementation(options: Any, field: dataclasses.Field) -> None:
-    registry, chosen = field.metadata.get("registry"), getattr(options, field.name)
-    if registry is None:
-        return
-    registry.get(chosen)
-    name = field.metadata["options"]
-    if name is not None:
-        object.__setattr__(options, name, registry.options(chosen, getattr(options, name)))
+        if (registry := field.metadata.get("registry")) is None:
+            continue
+        chosen, name = getattr(options, field.name), field.metadata["options"]
+        registry.get(chosen)
+        if name is not None:
+            object.__setattr__(options, name, registry.options(chosen, getattr(options, name)))
 
 
 def as_flag(name: str, value: Any) -> str:
@@ -209,8 +201,7 @@ def as_argument(name: str, value: Any) -> str:
 def check_ranges(values: Any, options: type, spell: Callable[[str, Any], str] = as_flag) -> None:
     """Check numbers among the attributes of ``values`` against the ranges of a dataclass.
 
-    Raises:
-        ValueError: one line with all numbers out of range, each as ``spell(name, value)``.
+    ValueError has all numbers out of range, each as ``spell(name, value)``.
     """
     wrong = []
     for field in dataclasses.fields(options):

@@ -333,9 +333,7 @@ class MoEConfig:
     def capacity(self, num_tokens: int, training: bool) -> int | None:
         """Return C, the most rows that a rank may send to an expert; None: no limit.
 
-        Args:
-            num_tokens: T, the largest of all ranks.
-            training: False: the capacity of evaluation.
+        ``num_tokens`` is T, the largest of all ranks.
         """
         if not training and self.eval_capacity_token_fraction > 0:
             return math.ceil(self.eval_capacity_token_fraction * num_tokens)
@@ -356,9 +354,5 @@ class MoEConfig:
         return self.num_experts * capacity
 
     def is_static(self, training: bool) -> bool:
-        """Return whether the capacity alone decides the sizes of buffers.
-
-        Evaluation allocates what it needs: Meta's 0.25 T rows per expert would fill E/8 times the
-        memory of training.
-        """
+        """Return whether the capacity alone decides the sizes of buffers; never in evaluation."""
         return training and self.capacity_factor > 0

@@ -36,7 +36,7 @@ def export_aot(
     """Compile the language model of a checkpoint: tokens int64 [B, L] -> logits [B, L, V].
 
     Args:
-        checkpoint: a set or a merged file; it is not changed.
+        checkpoint: a set or a merged file; CheckpointError if it cannot be read.
         path: NAME.pt2, which must not exist; it is returned.
         layer: compile the router and experts of this layer alone, counted from 0: [T, M] ->
             [T, M] (default None: the model).
@@ -44,7 +44,6 @@ def export_aot(
 
     Raises:
         ExportError: the model cannot be exported, or this machine cannot compile it.
-        CheckpointError: the checkpoint cannot be read.
     """
     path = _checked(path, device)
     source = ModelSource(checkpoint, ["transformer_lm_gpt_moe"])
@@ -66,12 +65,8 @@ def export_aot(
 def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> Path:
     """Compile one layer: [T, M] -> [T, M] for any T, in the dtype of the layer's weights.
 
-    Args:
-        layer: the layer, with all experts on this rank; the package drops nothing.
-        path, device: as of :func:`export_aot`.
-
-    Raises:
-        ExportError: the layer has a gate or experts of your own, or experts on other ranks.
+    ``path`` and ``device`` are those of :func:`export_aot`. The package drops nothing. ExportError
+    is raised if the layer has a gate or experts of your own, or experts on other ranks.
     """
     path = _checked(path, device)
     return _compile_layer(layer_twin(layer), path, device)

@@ -76,11 +76,9 @@ def describe_layer(
     Args:
         config: routing options.
         model_dim, hidden_dim: M and F of an expert.
-        network: name of the experts' network (default "ffn").
-        network_options: the network's own options (default None: the network's defaults).
-        activation: fairseq's name (default "gelu").
-        shared_dim: hidden width of the shared expert (default 0: none).
-        shared_gate: whether it has a gate (default False).
+        network, network_options: name and own options of the experts' network.
+        activation: fairseq's name.
+        shared_dim, shared_gate: width of the shared expert (0: none), and whether it has a gate.
 
     Raises:
         ExportError: names a router, a network, an activation or null experts.

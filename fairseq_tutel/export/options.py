@@ -28,19 +28,12 @@ _BOS, _EOS = 0, 2  # in every dictionary of fairseq
 
 @dataclass(frozen=True)
 class StoredOptions:
-    """Options in a checkpoint.
+    """Options in a checkpoint."""
 
-    Attributes:
-        architecture: name of the model in fairseq.
-        model: all options of the architecture.
-        task: what the task's own options say.
-        num_experts: experts of a layer, over all ranks.
-    """
-
-    architecture: str
-    model: SimpleNamespace
+    architecture: str  # name of the model in fairseq
+    model: SimpleNamespace  # all options of the architecture
     task: Mapping[str, Any]
-    num_experts: int
+    num_experts: int  # of a layer, over all ranks
 
     @property
     def data(self) -> Path | None:
@@ -81,8 +74,7 @@ class StoredOptions:
         config = moe_config(model, self.num_experts)
         if config.capacity(2**20, training=False) is not None:
             logger.warning(
-                "the model evaluates with a capacity; the exported one drops nothing, as fairseq's "
-                "generation"
+                "the model evaluates with a capacity; the export drops nothing, as in generation"
             )
         experts = ExpertConfig(**values_of(ExpertConfig, model))
         return describe_layer(
@@ -105,12 +97,7 @@ def flag_of(name: str) -> str:
 def read_options(
     state: Mapping[str, Any], num_experts: int, path: str, architectures: Collection[str]
 ) -> StoredOptions:
-    """Return the options in the state of a checkpoint without experts.
-
-    Raises:
-        ExportError: the model has none of these architectures.
-        ImportError: fairseq, which knows the options' defaults, is not installed.
-    """
+    """Return a state's options; ExportError if the model has none of these architectures."""
     register()
     from ..integrations.fairseq.models import ARCHITECTURES
     from ..integrations.fairseq.models.transformer_fields import fill_sizes

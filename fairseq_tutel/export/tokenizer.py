@@ -30,13 +30,10 @@ _SPACES = r"[\s\x1c-\x1f]+"
 class TokenizerFiles:
     """Files that split text, named as fairseq-interactive's options; words without the last three.
 
-    Attributes:
-        dictionary: dict.txt or its folder (default None: in the data that the model names).
-        sentencepiece_model: file of ``--bpe sentencepiece``.
-        gpt2_encoder_json, gpt2_vocab_bpe: files of ``--bpe gpt2``, both or none.
+    GPT-2's files are both given or none.
     """
 
-    dictionary: Path | None = None
+    dictionary: Path | None = None  # dict.txt or its folder; None: in the data of the model
     sentencepiece_model: Path | None = None
     gpt2_encoder_json: Path | None = None
     gpt2_vocab_bpe: Path | None = None
@@ -51,19 +48,11 @@ class TokenizerFiles:
             raise ExportError("give a sentencepiece model or GPT-2's byte pairs, not both")
 
     def symbols(
-        self,
-        data: Path | None,
-        vocab_size: int,
-        name: str = "dict.txt",
-        more: Sequence[str] = (),
+        self, data: Path | None, vocab_size: int, name: str = "dict.txt", more: Sequence[str] = ()
     ) -> list[str]:
-        """Return the dictionary's symbols; ExportError if a file is missing, or it has others.
+        """Return the ``vocab_size`` symbols of the dictionary, file ``name``; else ExportError.
 
-        Args:
-            data: folder of the dictionary if ``dictionary`` is None.
-            vocab_size: the model's number of symbols.
-            name: the dictionary's file.
-            more: symbols that follow, if the file does not have them.
+        ``data`` is its folder if ``dictionary`` is None. ``more`` follow if the file lacks them.
         """
         path = self.dictionary or data
         if path is None:
@@ -105,10 +94,7 @@ class TokenizerFiles:
     def write_for_translation(
         self, folder: Path, symbols: list[str], languages: list[str], max_length: int
     ) -> None:
-        """Write the tokenizer of sources and targets: ``</s>`` stands behind every text.
-
-        The tokens of ``languages`` are part of the text that is given.
-        """
+        """Write the tokenizer: ``</s>`` stands behind every text, which holds ``languages``."""
         if self.gpt2_encoder_json:
             raise ExportError("a translation model with GPT-2's byte pairs cannot be exported")
         parts = _words(symbols)

@@ -1,12 +1,7 @@
 """Cores for every rank of this node: the machine's topology, a choice, its application.
 
-A rank with a GPU gets its share of the cores of that GPU's NUMA node, as with torchrun's
-``--numa-binding exclusive``, which needs CUDA and numactl. This binding also works on a CPU, within
-a cpuset, with hidden GPUs, and beside srun and mpirun, which may have bound their tasks already.
-Memory follows: Linux takes it from the node that first writes to it.
-
-Linux describes the machine under /sys. Every reader takes the file system's root, so that a test
-can hand in a made-up machine.
+Memory follows the cores: Linux takes it from the node that first writes to it. Readers of /sys take
+the file system's root, so that a test can hand in a made-up machine.
 """
 
 from __future__ import annotations
@@ -126,8 +121,8 @@ def auto_bindings(
 ) -> list[RankBinding]:
     """Return one binding per local rank, to the cores in ``allowed``.
 
-    A rank with a GPU gets its share of the cores of that GPU's NUMA node. Ranks without a GPU get
-    equal slices, hardware threads of one core together, node by node.
+    A rank with a GPU gets its share of the cores of that GPU's NUMA node, as with torchrun's
+    ``--numa-binding exclusive``. Others get equal slices of whole cores, node by node.
     """
     allowed = set(allowed)
     # in the order of NUMA nodes, so that a slice straddles two of them as rarely as possible
@@ -160,8 +155,7 @@ def given_bindings(
 ) -> list[RankBinding]:
     """Return the bindings that ``--bind 0-11:12-23`` names, one CPU list per local rank.
 
-    ``allowed`` holds for the local ranks that this launcher starts, ``mine``. ValueError is raised
-    for a list that cannot be read, is empty or names a CPU that is not allowed.
+    ValueError for a list that is wrong or empty, or for ranks in ``mine`` is not ``allowed``.
     """
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
@@ -191,10 +185,7 @@ def given_bindings(
 def choose_bindings(
     option: str, placement: Placement, gpus: Sequence[Gpu | None], root: str
 ) -> list[RankBinding]:
-    """Return the bindings of the ranks on this node; of this rank alone if its starter bound it.
-
-    ValueError is raised for a ``--bind`` that is not understood, or does not fit the node.
-    """
+    """Return the bindings of the ranks on this node; of this rank alone if its starter bound it."""
     allowed, rank = set(os.sched_getaffinity(0)), placement.local_rank
     topology = Topology.read(root, fallback_cpus=allowed)
     cores, every = topology.cores(allowed), sum(map(len, topology.numa_cpus.values()))

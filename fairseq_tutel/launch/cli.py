@@ -125,10 +125,7 @@ def _exec_rank(job: Job) -> None:
 
 
 def _report_error(error: ValueError, env: Mapping[str, str], options: Options) -> int:
-    """Print what is wrong and end the job step, so that no other node waits for this one.
-
-    The first rank alone reports what all find; other errors name the host. Return the exit code.
-    """
+    """Print an error, by one rank if all find it, and end the job step; return the exit code."""
     shared = isinstance(error, SharedError)
     if shared and not is_first_rank(env):
         return EXIT_USAGE
@@ -151,10 +148,7 @@ def _end_step(env: Mapping[str, str]) -> None:
 
 
 def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str]) -> int:
-    """Run the ranks of ``words``, and again each time they leave with more experts.
-
-    This is the one place that starts ranks again. Return the exit code.
-    """
+    """Run the ranks of ``words``, and again each time they leave with more experts."""
     if job.placement.adopted and not job.is_of_a_step:
         _exec_rank(job)
     requested, starts = False, 0

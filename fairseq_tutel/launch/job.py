@@ -73,9 +73,8 @@ class Job:
     def report(self, *, again: bool = False) -> dict[str, Any] | None:
         """Return what this launcher tells the job's other launchers before it starts ranks.
 
-        None if there is no other launcher, or if a first start needs no comparison: srun states the
-        number of nodes, torchrun's agents have compared theirs, and mpirun's number is a guess. All
-        launchers must come to the same answer. ``again``: ranks are started again.
+        None if there is no other, or if a first start (not ``again``) needs no comparison: srun
+        states the number of nodes, torchrun's agents have compared theirs, mpirun's is a guess.
         """
         placement, own = self.placement, len(self.ranks)
         one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
@@ -120,8 +119,7 @@ def _require_equal(option: str, given: int | None, found: int, placement: Placem
 def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: int) -> Placement:
     """Return the place of the rank that was started already, or of those to start here.
 
-    A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks if
-    there should be several. ``num_gpus`` is 0 for ranks on the CPU.
+    A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks.
     """
     given = adopt(env)
     if given is None:
@@ -187,14 +185,11 @@ def _shared_environment(
         # gloo otherwise looks up the host's own name, which need not resolve.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     if cpu:
-        # torch then asks for huge pages for big CPU tensors, which otherwise take several times as
-        # long to fill for the first time (where transparent huge pages are set to madvise)
+        # huge pages for big CPU tensors, which otherwise take several times as long to fill first
         defaults["THP_MEM_ALLOC_ENABLE"] = "1"
     elif placement.world_size > 1:
-        # A rank with experts has several communicators (all ranks, those that exchange tokens, the
-        # replicas of its experts, the parts of 2dh). NCCL (2.26 or newer) then orders their
-        # operations as the host launched them, so that ranks whose streams run differently do not
-        # wait for each other forever.
+        # A rank with experts has several communicators. NCCL (2.26 or newer) then orders their
+        # operations as the host launched them, so that ranks do not wait for each other forever.
         defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
     shared = {
         "WORLD_SIZE": str(placement.world_size),

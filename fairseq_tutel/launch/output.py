@@ -1,8 +1,4 @@
-"""Copy the output of several ranks to the launcher's, line by line.
-
-Ranks that share one file or pipe write blocks of their buffers to it, and a block ends anywhere.
-The launcher reads each rank from a pipe of its own and writes whole lines.
-"""
+"""Copy the output of several ranks, a pipe each, to the launcher's, line by line."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ class LineCopier:
     def add(self, source: BinaryIO, target: BinaryIO, prefix: str, until_refused: bool) -> None:
         """Copy ``source``, an unbuffered pipe, to ``target``; call before :meth:`start`.
 
-        ``until_refused``: close the pipe when ``target`` has no reader any longer (``| head``), so
-        that the rank ends as it would without the launcher. Else it goes on, and lines are lost.
+        ``until_refused``: close the pipe when ``target`` has no reader any longer (``| head``).
         """
         stream = _Stream(source, target, prefix.encode(), until_refused)
         self._selector.register(source, selectors.EVENT_READ, stream)

@@ -1,8 +1,7 @@
 """Rewrite the command of a job that was queued again (scripts/slurm/train.sbatch).
 
 ``python -m fairseq_tutel.launch.restart COMMAND ...`` writes the words of COMMAND, each followed by
-a NUL. If its last checkpoint exists, the options that choose another start are left out: the first
-run needed them, and a later one would lose everything trained since.
+a NUL. If its last checkpoint exists, the options that choose another start are left out.
 """
 
 from __future__ import annotations

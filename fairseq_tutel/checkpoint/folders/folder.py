@@ -22,13 +22,8 @@ SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 class Folder:
     """Open folder. Its tensors are read one at a time, or in part.
 
-    Attributes:
-        path: the folder.
-        config: entries of ``config.json``.
-        generation: entries of ``generation_config.json``; empty if there is none.
-
-    Raises:
-        CheckpointError: files are missing, or safetensors is.
+    ``config`` and ``generation`` are the entries of ``config.json`` and ``generation_config.json``.
+    CheckpointError is raised if files or safetensors are missing.
     """
 
     def __init__(self, path: str | Path):

@@ -42,12 +42,6 @@ class Model:
     embedding: str  # the folder's tensor, which may also have other names there if it is tied
 
 
-def _place_in_language_model(key: str, config: Any) -> Place | None:
-    if config.tie_word_embeddings and key == "decoder.output_projection.weight":
-        key = "decoder.embed_tokens.weight"
-    return place_in_language_model(key, config)
-
-
 # model_type of config.json -> model
 MODELS = {
     "fairseq_moe": Model(
@@ -58,7 +52,7 @@ MODELS = {
         defaults={},
         options=language_model_options,
         shapes=language_model_shapes,
-        place=_place_in_language_model,
+        place=place_in_language_model,
         embedding="model.embed_tokens.weight",
     ),
     "nllb-moe": Model(
@@ -91,8 +85,7 @@ def import_folder(
         force: replace what ``dst`` names.
 
     Raises:
-        CheckpointError: names a field or a tensor that fairseq's model has no place for, or a file
-            that is missing; or as of :func:`..store.write_set`.
+        CheckpointError: names a field, tensor or missing file that stands in the way.
     """
     refuse_target(dst, None, force)  # before a model is read
     source = Folder(folder)
@@ -103,7 +96,9 @@ def import_folder(
         )
     model = MODELS[kind]
     config = SimpleNamespace(**{**model.defaults, **source.config})
-    _check_special(config, folder)
+    for name, number in SPECIAL_IDS.items():
+        if (found := getattr(config, name, number)) != number:
+            raise CheckpointError(f"{folder}: {name} {found} cannot be imported, only {number}")
     options = model.options(config)
     dense, experts = split_dense_expert(model.shapes(config))
     if not experts:
@@ -135,15 +130,6 @@ def import_folder(
         options = {**options, "tokens_per_sample": config.max_position_embeddings}
     logger.info("continue training with: --arch %s %s", model.arch, _flags(options))
     return written
-
-
-def _check_special(config: SimpleNamespace, folder: str | Path) -> None:
-    for name, number in SPECIAL_IDS.items():
-        if (found := getattr(config, name, number)) != number:
-            raise CheckpointError(
-                f"{folder}: {name} {found} cannot be imported: in fairseq's dictionaries it is "
-                f"{number}"
-            )
 
 
 def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> None:

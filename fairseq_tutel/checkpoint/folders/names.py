@@ -58,8 +58,7 @@ class Place(NamedTuple):
 def place_in_layer(key: str, config: Any) -> Place | None:
     """Return the place of a tensor by its name in an MoE layer's state dict; None if it has none.
 
-    The tensors of one expert are parts of a tensor of all experts. ``config`` has the fields of
-    ``config.json``.
+    The tensors of one expert are parts of a tensor of all. ``config``: fields of ``config.json``.
     """
     match = _EXPERT.fullmatch(key)
     if match is None:
@@ -78,6 +77,8 @@ def place_in_layer(key: str, config: Any) -> Place | None:
 
 def place_in_language_model(key: str, config: Any) -> Place | None:
     """Return the place of a tensor by its name in a checkpoint; None if it has none."""
+    if config.tie_word_embeddings and key == "decoder.output_projection.weight":
+        key = "decoder.embed_tokens.weight"
     match = re.fullmatch(_LAYER + r"moe_layer\.(.+)", key)
     if match is None:
         return _renamed(key, _DENSE)

@@ -1,9 +1,4 @@
-"""More experts or fewer: a set whose experts are chosen from another set.
-
-A token that chose an expert may choose two copies of it after :func:`grow`, so the function
-changes. ``ramp`` keeps the function: the load bias holds the copies back at first and lets them in
-over some updates (:mod:`.history`). :func:`shrink` drops experts, which changes the function too.
-"""
+"""More experts or fewer: a set whose experts are chosen from another set."""
 
 from __future__ import annotations
 
@@ -15,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..layout import CheckpointError
-from ..reader import SetReader
 from ..state import MODEL, NAMED_STATE, OPTIMIZER, options_of
 from .change import open_sparse, write_change
 from .history import Growth, held_back_by, updates_done
@@ -40,7 +34,7 @@ def grow(
     force: bool = False,
     in_place: bool = False,
 ) -> str:
-    """Write a set with more experts.
+    """Write a set with more experts; CheckpointError if that cannot be done.
 
     Args:
         src: a set or merged file of any number of ranks.
@@ -49,17 +43,13 @@ def grow(
         by: ``uniform`` copies each expert equally often; ``load`` copies the most loaded first, in
             each layer separately.
         load: the run's ``expert_load.jsonl``; None: the one beside ``src``.
-        ramp: updates over which the copies come in, while the function starts unchanged; 0: at
-            once.
+        ramp: updates over which the copies come in, so that the function starts unchanged: a load
+            bias holds them back (:mod:`.history`); 0: at once.
         noise: standard deviation of the noise on a copy's router row, relative to that of all rows.
         seed: seed of the noise.
         ranks: W of the new set; None: as many as ``src`` has rank files.
         force: replace what ``dst`` names.
         in_place: allow ``dst`` to be ``src``, which is replaced in one step.
-
-    Raises:
-        CheckpointError: ``src`` has no experts, already as many, or experts that are held back; the
-            load is unknown; the function cannot be kept; or as of :func:`..store.write_set`.
     """
     source = open_sparse(src, None if in_place else dst, force)
     if num_experts <= source.num_experts:
@@ -88,7 +78,7 @@ def grow(
     entry = Growth("grow", how, source.num_experts, num_experts, updates_done(shared), ramp, held)
     return write_change(
         dst, source, shared, chosen.experts, entry,
-        ranks=_ranks(source, ranks), options=options, force=force, in_place=in_place,
+        ranks=ranks, options=options, force=force, in_place=in_place,
     )  # fmt: skip
 
 
@@ -101,12 +91,7 @@ def shrink(
     ranks: int | None = None,
     force: bool = False,
 ) -> str:
-    """Write a set with the most loaded experts of each layer; they keep every bit.
-
-    Args:
-        src, dst, load, ranks, force: see :func:`grow`; errors, too.
-        num_experts: K <= E2 < E.
-    """
+    """Write a set with the K <= E2 < E most loaded experts of each layer; see :func:`grow`."""
     source = open_sparse(src, dst, force)
     top_k = options_of(source.shared).get("moe_top_k") or 1
     if not top_k <= num_experts < source.num_experts:
@@ -122,7 +107,7 @@ def shrink(
     entry = Growth("shrink", how, source.num_experts, num_experts, updates_done(shared))
     return write_change(
         dst, source, shared, chosen.experts, entry,
-        ranks=_ranks(source, ranks), options={"moe_expert_count": num_experts}, force=force,
+        ranks=ranks, options={"moe_expert_count": num_experts}, force=force,
     )  # fmt: skip
 
 
@@ -136,11 +121,6 @@ def why_inexact(options: Mapping[str, Any]) -> str:
             "that new experts change the function even while they are held back"
         )
     return ""
-
-
-def _ranks(source: SetReader, ranks: int | None) -> int | None:
-    """Return W of the new set: ``ranks``, or as many as the source has rank files."""
-    return ranks or (source.num_rank_files if source.kind == "set" else None)
 
 
 def _add_noise(

@@ -1,9 +1,8 @@
 """Replaced attributes of fairseq, and of Python in fairseq's programs: ``TABLE``.
 
-No file of fairseq is edited. Registration, subclasses and options are used wherever fairseq has
-them. Elsewhere an attribute is replaced, once, by a function that calls the original unless experts
-are involved, so that dense models behave as before. ``tests/integrations/fairseq/test_hooks.py``
-compares the table with the attributes that really change.
+Registration, subclasses and options are used wherever fairseq has them. Elsewhere an attribute is
+replaced, once, by a function that calls the original unless experts are involved.
+``tests/integrations/fairseq/test_hooks.py`` compares the table with the attributes that change.
 """
 
 import functools
@@ -148,10 +147,7 @@ def _runs_experts(name: str, cfg) -> bool:
 
 
 def _memoize_user_dir() -> None:
-    """Let ``--user-dir`` and ``user_dir=`` name the package that is imported already.
-
-    fairseq compares paths as they are written; this package's folder may be reached by several.
-    """
+    """Let ``--user-dir`` name this package by any path: fairseq compares them as written."""
     package = Path(__file__).resolve().parents[2]
     folders = (Path(__file__).absolute().parents[3], Path.cwd(), Path(utils.__file__).parent / "..")
     written = {str(package), *(str(folder / package.name) for folder in folders)}
@@ -161,10 +157,7 @@ def _memoize_user_dir() -> None:
 
 
 def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a running program: a console script, file or module.
-
-    Other programs are not imported, because that sets up logging.
-    """
+    """Replace a function of a running program; others are not imported: that sets up logging."""
     file = module_name.replace(".", os.sep) + ".py"
     for module in {sys.modules.get(module_name), sys.modules.get("__main__")} - {None}:
         function = getattr(module, name, None)

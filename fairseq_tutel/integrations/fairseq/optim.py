@@ -37,10 +37,7 @@ def _refuse_averaging() -> None:
 
 
 def _dequantize_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones, which it misreads.
-
-    They are replaced in the caller's dict: fairseq's memory-efficient wrapper reads it once more.
-    """
+    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones; in place."""
     states = state_dict["state"]
     for key in states:
         states[key] = dequantize_state(states[key])

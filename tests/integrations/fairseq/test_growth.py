@@ -155,7 +155,7 @@ def test_what_would_not_start_as_the_dense_model_is_refused(dense, tmp_path):
         ({"top_k": 2, "drop_ratio": 0.5}, "--drop-ratio 0.5 draws hidden units anew"),
         ({"granularity": 3}, "--num-experts 8 is no multiple of --granularity 3"),
         ({"top_k": 9}, "--top-k 9 must lie between 1 and --num-experts 8"),
-        ({"freq": 5}, "none of its layers becomes sparse with --moe-freq 5"),
+        ({"freq": 5}, "none of its layers becomes sparse, --moe-freq 5"),
     ):
         with pytest.raises(CheckpointError, match=words):
             upcycle(dense.path, out, Upcycling(8, **options))

@@ -1,11 +1,9 @@
 """Gate loss and metrics of criterions for models with MoE layers.
 
-A criterion adds ``weight * sample_size * G`` to its own loss and logs how tokens were routed
-(:class:`MoECriterion`). G is the sum or mean of the layers' losses.
-
-fairseq sums logging outputs by one all-reduce over the ranks. Utilisation belongs to one forward
-pass of all ranks, so the passes of an update are kept apart: before the sum, a rank's logging
-outputs are joined into one whose counts have one row per pass (:func:`join_passes`).
+A criterion adds ``weight * sample_size * G`` to its own loss; G is the sum or mean of the layers'
+losses. fairseq sums logging outputs over the ranks. Utilisation belongs to one forward pass of all
+ranks, so before the sum a rank's outputs are joined into one with a row of counts per pass
+(:func:`join_passes`).
 """
 
 import math
@@ -98,7 +96,7 @@ class MoECriterion:
             "nsentences": sample["target"].size(0),
             "sample_size": sample_size,
             "batch_count": 1,
-            **layer_mean_metrics(reports),
+            **_layer_mean_metrics(reports),
             _MAY_DROP: int(_has_capacity(model)),
             _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
         }
@@ -116,10 +114,9 @@ class MoECriterion:
 
 
 def log_moe_metrics(logging_outputs) -> dict[str, float]:
-    """Log loss, gate loss and routing of all ranks and batches of an update.
+    """Log loss, gate loss and routing of an update; return the sums of all scalars by name.
 
-    Return the sums of all scalars by name; a criterion logs its own. NOTE: synchronises once with
-    the device; logged tensors would be read one by one.
+    NOTE: synchronises once with the device; logged tensors would be read one by one.
     """
     _finish_records(logging_outputs)
     passes = logged_passes(logging_outputs)
@@ -161,12 +158,7 @@ def _has_capacity(model) -> bool:
 
 
 def _constant_metrics(total: dict[str, float]) -> set[str]:
-    """Return the metrics that the options fix at 0 or 100; these are not logged.
-
-    Without a capacity nothing is dropped. A top-1 router has no second choice, and its overflow is
-    0 as in fairseq's moe branch. Clocks run with ``--record-a2a-perf-stats`` only. A single rank
-    receives all rows. A metric that happens to be 0 in a batch is logged, because means count it.
-    """
+    """Return the metrics that the options fix at 0 or 100; these are not logged."""
     constant = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
     if not total[_MAY_DROP]:
         constant |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
@@ -195,7 +187,7 @@ def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
     return totals
 
 
-def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
+def _layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
     """Return the mean over the MoE layers of every metric; empty without MoE layers."""
     if not reports:
         return {}
@@ -228,10 +220,7 @@ def _finish_records(logs: Sequence[dict[str, Any]]) -> None:
 
 
 def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
-    """Return the counts of all passes of all ranks, [U, L, ...]; None without MoE layers.
-
-    A log may hold the counts of one pass or of several (:func:`join_passes`).
-    """
+    """Return the counts of all passes of all ranks, [U, L, ...]; None without MoE layers."""
     found = [RoutingCounts(*(log[key] for key in _KEYS)) for log in logs if _KEYS[0] in log]
     if not found:
         return None

@@ -1,7 +1,4 @@
-"""Filters for warnings and log lines of fairseq that a user can do nothing about.
-
-They are set in fairseq's own programs only. ``FAIRSEQ_TUTEL_WARNINGS=1`` turns them off.
-"""
+"""Filters for warnings and log lines of fairseq's programs that a user can do nothing about."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Architectures with MoE layers: the table that command lines, errors and the planner read.
-
-A model is one file: the dataclass of its options, and its class with :func:`moe_architecture`,
-which adds a row to the table. ``fairseq_tutel.register`` makes fairseq know the rows.
-"""
+"""Architectures with MoE layers: the table that command lines, errors and the planner read."""
 
 from __future__ import annotations
 
@@ -68,10 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def moe_architecture(
-    name: str,
-    config: type,
-    replaces: str,
-    sizes: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str, config: type, replaces: str, sizes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Callable[[type], type]:
     """Return a decorator that adds a model class to the table; see :class:`Architecture`."""
 

@@ -14,13 +14,19 @@ from fairseq.models import BaseFairseqModel
 
 from .... import ops
 from ....config import EXPERTS
-from ....distributed import StepAgreement, build_groups, process_world, sync_stacks
+from ....distributed import (
+    ExpertParallelGroups,
+    StepAgreement,
+    build_groups,
+    process_world,
+    sync_stacks,
+)
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.command_line import add_meta_flags
 from ..options.options import RunOptions, TunerOptions
-from .shared_decoding import decode_together
+from .shared_decoding import SharedDecoding
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +118,11 @@ def agree(
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
     Args:
-        stacks: MoE layers of each stack; a language model has one, an encoder-decoder two.
-        counts: tokens of each stack.
+        stacks, counts: MoE layers and tokens of each stack.
         dtype: of the experts' rows.
         tuner: chooses the exchange in training.
-        generating: the pass computes one more token per sentence, or only the encoder. This
-            raises ValueError if experts are spread over ranks.
+        generating: the pass computes one more token per sentence, or only the encoder. ValueError
+            if experts are spread over ranks.
     """
     sparse = [i for i, layers in enumerate(stacks) if layers]
     steps = list(map(StepAgreement, counts))
@@ -147,9 +152,8 @@ def reports_to_extra(
 ) -> dict[str, Any]:
     """Return what a model gives to the criterion beside its output.
 
-    ``moe`` holds a :class:`MoEAux` per MoE layer, ``moe_counts`` this rank's
-    :class:`~fairseq_tutel.moe.RoutingCounts`, and ``moe_bias_counts`` the counts that move load
-    biases, in training of layers that have them.
+    ``moe`` holds a :class:`MoEAux` per MoE layer, ``moe_counts`` this rank's RoutingCounts, and
+    ``moe_bias_counts`` what moves load biases, in training of layers that have them.
     """
     if not reports:
         return {"moe": []}
@@ -162,14 +166,11 @@ def reports_to_extra(
 
 
 class HubInterface(hub_utils.GeneratorHubInterface):
-    """fairseq's interface, in which ranks that share experts generate together.
-
-    All ranks call its methods, each with its own sentences or none.
-    """
+    """fairseq's interface, whose methods all ranks that share experts call together."""
 
     def generate(self, tokenized_sentences, *args: Any, **options: Any):
         """Generate as the stock method does."""
-        with decode_together(self.models):
+        with SharedDecoding(self.models):
             if not len(tokenized_sentences):  # stock fails
                 return []
             return super().generate(tokenized_sentences, *args, **options)
@@ -192,3 +193,8 @@ class MoEModel:
         """Add the flags of the flat dataclass, and those of Meta's branches."""
         BaseFairseqModel.add_args.__func__(cls, parser)
         add_meta_flags(parser)
+
+    @property
+    def moe_groups(self) -> ExpertParallelGroups | None:
+        """Placement of the experts; None without MoE layers."""
+        return next((layer.groups for layer in self.moe_layers.values()), None)

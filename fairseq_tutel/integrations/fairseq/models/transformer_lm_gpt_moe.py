@@ -87,12 +87,7 @@ _SIZES = {
 }
 
 
-@moe_architecture(
-    "transformer_lm_gpt_moe",
-    TransformerLMGPTMoEConfig,
-    replaces="transformer_lm",
-    sizes=_SIZES,
-)
+@moe_architecture("transformer_lm_gpt_moe", TransformerLMGPTMoEConfig, "transformer_lm", _SIZES)
 class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
     """Language model ``transformer_lm_gpt`` with experts in every second FFN (by default)."""
 
@@ -130,11 +125,6 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
     def exchange_tuner(self):
         """Tuner of the layers (:class:`~fairseq_tutel.tuning.ExchangeTuner`) or None."""
         return self.decoder.exchange_tuner
-
-    @property
-    def moe_groups(self):
-        """Placement of the experts; None without MoE layers."""
-        return self.decoder.moe_groups
 
 
 def _fill_sizes(args) -> None:

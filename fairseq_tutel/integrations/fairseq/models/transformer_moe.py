@@ -1,8 +1,4 @@
-"""``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers.
-
-Stacks, dense layers, attention and embeddings are stock ones. Parameters have the names of Meta's
-branches ``moe`` and ``nllb``, so that their checkpoints load.
-"""
+"""``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers."""
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
@@ -82,12 +78,7 @@ _SIZES = {
 }
 
 
-@moe_architecture(
-    "transformer_moe",
-    TransformerMoEConfig,
-    replaces="transformer",
-    sizes=_SIZES,
-)
+@moe_architecture("transformer_moe", TransformerMoEConfig, "transformer", _SIZES)
 class TransformerMoE(MoEModel, TransformerModelBase):
     """Encoder-decoder with experts in every second FFN of both stacks (by default)."""
 
@@ -127,11 +118,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         )
 
     def forward(self, src_tokens, src_lengths, prev_output_tokens, **options):
-        """Compute the stock method; add what ``reports_to_extra`` returns to its second result.
-
-        The ranks agree once for both stacks. A model that was prepared for inference, as in
-        fairseq-generate, drops nothing.
-        """
+        """Compute the stock method; add what ``reports_to_extra`` returns to its second result."""
         stacks = (self.encoder, self.decoder)
         steps = agree(
             [list(stack.moe_layers.values()) for stack in stacks],
@@ -140,7 +127,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
             self.exchange_tuner,
             generating=False,
         )
-        whole = self._is_generation_fast
+        whole = self._is_generation_fast  # prepared for inference: drops nothing
         with (
             self.encoder.scope.open(steps[0], whole) as of_encoder,
             self.decoder.scope.open(steps[1], whole) as of_decoder,
@@ -158,8 +145,3 @@ class TransformerMoE(MoEModel, TransformerModelBase):
             for stack in (self.encoder, self.decoder)
             for number, layer in stack.moe_layers.items()
         }
-
-    @property
-    def moe_groups(self):
-        """Placement of the experts; None without MoE layers."""
-        return next((layer.groups for layer in self.moe_layers.values()), None)

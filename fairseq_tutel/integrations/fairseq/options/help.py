@@ -1,8 +1,4 @@
-"""Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``.
-
-``fairseq-train --help`` ends before the options of an architecture or a criterion are known. The
-page (TABLE.md of this folder) has the same texts as tables.
-"""
+"""Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``."""
 
 from __future__ import annotations
 

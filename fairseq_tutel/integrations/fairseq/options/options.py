@@ -1,7 +1,6 @@
 """Options of every fairseq model with MoE layers, and the frozen value that they become.
 
-Names, defaults and meanings are those of fairseq's ``moe`` branch, so that its published commands
-run unchanged. Options that the branch lacks have new names. Help texts state different defaults.
+Names, defaults and meanings are those of fairseq's ``moe`` branch; help texts state other defaults.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
@@ -194,8 +193,7 @@ _UNSUPPORTED = (
 def moe_frequencies(args: Any) -> tuple[int, int]:
     """Return N for encoder and decoder: every N-th layer has experts; 0: no layer has.
 
-    N is the larger of the side's own option and ``--moe-freq``, as in Meta's branch ``moe``. An N
-    larger than the side's number of layers becomes 0. ``args`` may lack some of the options.
+    An N larger than the side's number of layers becomes 0. ``args`` may lack some of the options.
     """
     found = asked_frequencies(args)
     layers = [getattr(args, f"{side}_layers", None) for side in ("encoder", "decoder")]
@@ -206,7 +204,7 @@ def moe_frequencies(args: Any) -> tuple[int, int]:
 
 
 def asked_frequencies(args: Any) -> tuple[int, int]:
-    """Return N for encoder and decoder as the options state it, whatever the number of layers."""
+    """Return N for encoder and decoder: the larger of the side's own option and ``--moe-freq``."""
     sides = [getattr(args, f"{side}_moe_freq", None) or 0 for side in ("encoder", "decoder")]
     both = getattr(args, "moe_freq", 0)
     if both is None:  # not given; then a side's option may be
@@ -217,11 +215,8 @@ def asked_frequencies(args: Any) -> tuple[int, int]:
 def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> RunOptions:
     """Read the options of a model with MoE layers. Former names in ``args`` become present ones.
 
-    Args:
-        args: the model's options, or a namespace of parsed arguments.
-        config: dataclass of the model's options, for their ranges.
-        num_ranks: number of experts if ``--moe-expert-count`` is not given; None: unknown yet, so
-            that no option is too large for it.
+    ``config`` is the dataclass of the model's options. ``num_ranks`` is the number of experts if
+    ``--moe-expert-count`` is not given; None: unknown yet, so that no option is too large for it.
     """
     use_present_names(args)
     check_ranges(args, config)

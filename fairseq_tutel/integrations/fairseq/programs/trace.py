@@ -1,8 +1,7 @@
 """Experts of every token in a file: ``--moe-trace FOLDER``; :mod:`fairseq_tutel.picture` reads it.
 
 Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then a line per forward
-pass, without padding. ``training/STEERING.md`` lists their entries. A run that resumes drops the
-lines of later updates, which it makes again.
+pass, without padding. ``training/STEERING.md`` lists their entries.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class RoutingTrace:
 
     Args:
         folder: of the files; all ranks may have the same.
-        model: fairseq model with ``moe_layers``.
-        task: has the dictionaries.
+        model, task: fairseq model with ``moe_layers``, and its task, which has the dictionaries.
         interval: in training, only every N-th update is written.
         modes: of training, if any, and of evaluation.
 

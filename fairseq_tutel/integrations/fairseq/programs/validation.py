@@ -1,7 +1,6 @@
 """Makes ``fairseq-validate`` work with experts on several ranks, which share the data.
 
-Stock skips the forward pass on a rank that lacks a last batch, but the other ranks wait for its
-experts. Stock also collects logging outputs in a buffer of fixed size on a GPU.
+Stock skips the pass of a rank without a last batch, but the other ranks wait for its experts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Save and restore a training run with experts on several ranks.
-
-A checkpoint is a set of files in the layout of fairseq's ``moe`` branch, written in one step
-(:mod:`fairseq_tutel.checkpoint`). :mod:`.sets` says when, and under which names.
-"""
+"""Save and restore a training run with experts on several ranks; :mod:`.sets` says when."""
 
 from __future__ import annotations
 
@@ -78,15 +74,12 @@ class CheckpointMixin:
         return {**state, **self.growth.state()}
 
     def save_checkpoint(self, filename, extra_state):
-        """Write a set under ``filename`` (X.pt). Collective.
-
-        fairseq's trainer saves crash.pt after an exception. All ranks see non-finite gradients at
-        once. Any other exception is this rank's alone, and the state is not saved.
-        """
+        """Write a set under ``filename`` (X.pt). Collective."""
         if self._model.moe_groups.simulated:
             logger.warning("not saving %s: a simulated rank holds a part of the experts", filename)
             return None
         rank, world_size = process_world()
+        # stock saves crash.pt after an exception; all ranks see only non-finite gradients at once
         alone = not isinstance(sys.exc_info()[1], (FloatingPointError, type(None)))
         if world_size > 1 and alone:
             logger.error("not saving %s: rank %d failed, others may not take part", filename, rank)
@@ -114,10 +107,7 @@ class CheckpointMixin:
         optimizer_overrides=None,
         reset_meters=False,
     ):
-        """Restore from a set or merged file, saved by any number of ranks.
-
-        Return fairseq's extra state; None if there is nothing to restore, and in a simulation.
-        """
+        """Restore a set or merged file; return fairseq's extra state, None if there is none."""
         path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
         if self._model.moe_groups.simulated:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
@@ -169,8 +159,7 @@ class CheckpointMixin:
     def _convert_position(self, state):
         """Count the position in the data in steps of this run; warn of another update size.
 
-        One step of W ranks consumes W batches of a fixed order. If the numbers of ranks do not
-        divide, the rest is seen again rather than skipped.
+        A step of W ranks consumes W batches. What does not divide is seen again, not skipped.
         """
         _, world_size = process_world()
         saved_by = (state["moe_checkpoint"] or {}).get("world_size") or world_size

@@ -1,10 +1,8 @@
 """``--moe-grow-at``: a run gets more experts, and keeps the history of its set.
 
-After the update the run saves its last checkpoint. Rank 0 replaces it by the grown set in one step
-(:mod:`fairseq_tutel.checkpoint.growth`). All ranks leave with an exit code that makes the launcher
-restart them with the same command, and :func:`follow_set` builds the model for the set that is
-found. If the run is killed before the grown set exists, it starts from the old one and grows at
-once.
+After the update the run saves its last checkpoint. Rank 0 replaces it by the grown set in one step.
+All ranks leave with an exit code that makes the launcher restart them, and :func:`follow_set`
+builds the model for the set that is found. A run that was killed before grows at once.
 """
 
 from __future__ import annotations
@@ -49,10 +47,7 @@ class RunGrowth:
         return self._model.moe_groups.num_experts < self.grow_at.num_experts
 
     def check_memory(self, memory_of_step: Callable[[int], StepMemory | None]) -> None:
-        """Raise ValueError before the first update if a step of the grown model needs more memory.
-
-        ``memory_of_step``: number of experts -> memory, as ``MoETrainer.memory_of_step``.
-        """
+        """Raise ValueError before the first update if the grown model needs too much memory."""
         if self._memory_checked or self.grow_at is None:
             return
         self._memory_checked = True
@@ -75,10 +70,7 @@ class RunGrowth:
         return {GROWTH: [entry.stored() for entry in self.history]} if self.history else {}
 
     def resume(self, state: Mapping[str, Any], update: int) -> None:
-        """Take the history of a checkpoint after ``update`` updates.
-
-        A ramp starts again if the run counts its updates anew.
-        """
+        """Take a checkpoint's history; a ramp starts again if the run counts its updates anew."""
         self.history = [
             entry if entry.update <= update else replace(entry, update=update)
             for entry in history_of(state)
@@ -95,10 +87,7 @@ class RunGrowth:
 
 
 def follow_set(cfg: Any) -> None:
-    """Let a run with ``--moe-grow-at`` build its model for the set that it goes on from.
-
-    Called before there is a model or a process group.
-    """
+    """Let a run with ``--moe-grow-at`` build its model for the set that it goes on from."""
     grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
     if grow_at is None:
         return

@@ -1,9 +1,5 @@
 """Memory estimate of a run before it trains, and a clear error when memory runs out.
 
-When training begins, the log of rank 0 says what a step needs at its peak, by kind, and what is
-free (``MoETrainer.memory_of_step``). An out-of-memory error names the largest consumers, and the
-options that help and are not on yet, in one line.
-
 The planner counts the need. It imports this package, so ``register`` passes its function in
 (:func:`count_memory_by`).
 """
@@ -43,10 +39,8 @@ class MemoryMixin:
     def memory_of_step(self, num_experts: int | None = None) -> StepMemory | None:
         """Estimate what a training step of this rank needs at its peak, with full batches.
 
-        Args:
-            num_experts: estimate for this number of experts instead, weights included.
-
-        Return None if the planner does not know the model, task or optimizer.
+        ``num_experts``: with so many experts instead, weights included. Return None if the planner
+        does not know the model, task or optimizer.
         """
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model

@@ -1,9 +1,4 @@
-"""Sets that a run starts from, writes and removes, by fairseq's options for single files.
-
-Stock looks for ``checkpoint_last`` to tell a restart from a first launch, to which
-``--finetune-from-model`` and ``--continue-once`` apply. A set can exist without that file: after an
-interrupted save that was committed, or as a merged file.
-"""
+"""Sets that a run starts from, writes and removes, by fairseq's options for single files."""
 
 from __future__ import annotations
 
@@ -38,8 +33,8 @@ logger = logging.getLogger(__name__)
 def start_of_run(checkpoint_cfg) -> Iterator[None]:
     """Prepare for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
 
-    Within the context, options for a first launch are gone if there is a set to go on from, and
-    ``--finetune-from-model`` may name a set. Ranks that do not share the save dir raise an error.
+    Within the context, options for a first launch are gone if there is a set to go on from (stock
+    looks for one file), and ``--finetune-from-model`` may name a set.
     """
     if not checkpoint_cfg.no_save:  # otherwise the folder may be another run's
         if process_world()[1] > 1:
@@ -72,8 +67,7 @@ def changed(section, values):
 def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
     """Save the sets that are due, as fairseq's ``save_checkpoint`` does for files. Collective.
 
-    ``val_loss`` is the validation metric of now or None, ``best_so_far`` the best one including it.
-    Return the path of the first set that was written; None if none was due.
+    ``best_so_far`` includes ``val_loss``. Return the path of the first set, None if none was due.
     """
     begin = time.perf_counter()
     names = _of_first_rank(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far))

@@ -190,11 +190,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
     @property
     def _others_wait(self) -> bool:
-        """Whether a rank must not skip or repeat a batch, as stock does if memory runs out.
-
-        With several ranks its exchanges would not match those of the others, and the job would
-        hang. Instead the job ends with the error.
-        """
+        """Whether a rank must not skip a batch if memory runs out: the others would hang."""
         return self.data_parallel_world_size > 1
 
     def get_train_iterator(self, *args, **kwargs):
