@@ -26,10 +26,8 @@ class AllRanks:
 
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size or self.world_size > 1 and not self.gather_texts:
-            raise ValueError(
-                f"rank {self.rank} of {self.world_size}: ranks are numbered from 0, and several "
-                "need `gather_texts`, a callable that gathers their errors"
-            )
+            place = f"rank {self.rank} of {self.world_size}"
+            raise ValueError(f"{place}: ranks count from 0, and several need `gather_texts`")
 
     def run_on_all_ranks(self, what: str, action: Callable[[], str | None]) -> list[str]:
         """Run ``action`` on every rank; return the texts that it returned, in rank order.
@@ -52,10 +50,8 @@ class AllRanks:
             raise CheckpointError(f"{what} failed: {text}") from failure
         if ranks_of:
             errors = "; ".join(f"rank {', '.join(r)}: {error}" for error, r in ranks_of.items())
-            count = sum(map(len, ranks_of.values()))
-            raise CheckpointError(
-                f"{what} failed on {count} of {self.world_size} ranks: {errors}"
-            ) from failure
+            where = f"{sum(map(len, ranks_of.values()))} of {self.world_size} ranks"
+            raise CheckpointError(f"{what} failed on {where}: {errors}") from failure
         return [found[len(_OK) :] for found in texts]
 
     def run_on_first(self, what: str, action: Callable[[], None]) -> None:

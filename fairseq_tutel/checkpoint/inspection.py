@@ -109,10 +109,8 @@ def _check_replica(
         alike = one is not None and other is not None and one.shape == other.shape
         alike = alike and one.dtype == other.dtype and (not values or torch.equal(one, other))
         if not alike:
-            raise CheckpointError(
-                f"{reader.cset.path_of(number)}: a replica that differs from "
-                f"{reader.cset.name_of(original)} in {name}"
-            )
+            path, other = reader.cset.path_of(number), reader.cset.name_of(original)
+            raise CheckpointError(f"{path}: a replica that differs from {other} in {name}")
 
 
 def _describe_file(role: Role, path: str, content: dict[str, Any]) -> dict[str, Any]:

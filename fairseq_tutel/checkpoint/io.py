@@ -161,10 +161,8 @@ def _check_container(path: str) -> bool:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     if not size or magic == _ZIP_MAGIC and not complete:
-        raise CheckpointError(
-            f"{path}: is truncated at {size} bytes (its end is missing); "
-            "copy it again or use another set"
-        )
+        what = f"is truncated at {size} bytes (its end is missing)"
+        raise CheckpointError(f"{path}: {what}; copy it again or use another set")
     return complete
 
 

@@ -149,10 +149,8 @@ def check_same(
     """Raise CheckpointError naming a parameter by which ``where`` differs from ``like``."""
     for key in sorted(set(forms) | set(expected)):
         if forms.get(key) != expected.get(key):
-            raise CheckpointError(
-                f"{where} differs from {like} in {key}: "
-                f"{forms.get(key, 'absent')} against {expected.get(key, 'absent')}"
-            )
+            both = f"{forms.get(key, 'absent')} against {expected.get(key, 'absent')}"
+            raise CheckpointError(f"{where} differs from {like} in {key}: {both}")
 
 
 def gate_experts(

@@ -103,9 +103,7 @@ def load_for_rank(
     ranks = AllRanks(rank, world_size, gather_texts)
     save_ids = ranks.run_on_all_ranks(f"loading {path}", read_and_tell)
     if len(set(save_ids)) > 1:
-        raise CheckpointError(
-            f"{path}: ranks read different saves {save_ids}; it was replaced meanwhile, try again"
-        )
+        raise CheckpointError(f"{path}: ranks read different saves {save_ids}; try again")
     return loaded
 
 
@@ -245,9 +243,8 @@ class SetReader:
         self.shared = state
         misplaced = split_dense_expert(state[MODEL])[1]
         if misplaced:
-            raise CheckpointError(
-                f"{self.main_path}: a shared file cannot hold {next(iter(misplaced))!r}"
-            )
+            expert = next(iter(misplaced))
+            raise CheckpointError(f"{self.main_path}: a shared file cannot hold {expert!r}")
         own = self.metadata
         experts, count = (own.num_experts, own.num_rank_files) if own else self._count()
         if own and (own.rank is not None or not 1 <= count <= experts or experts % count):
@@ -301,10 +298,8 @@ class SetReader:
         save_ids = [found.save_id if found else None for found in (metadata, self.metadata)]
         if save_ids[0] != save_ids[1]:
             mine, shared = (f"save {i}" if i else f"a save without {METADATA!r}" for i in save_ids)
-            raise CheckpointError(
-                f"{path}: stale or foreign: it is of {mine}, but {self.cset.name_of(SHARED)} is of "
-                f"{shared}"
-            )
+            other = f"{self.cset.name_of(SHARED)} is of {shared}"
+            raise CheckpointError(f"{path}: stale or foreign: it is of {mine}, but {other}")
         place = (number, self.num_rank_files)
         if metadata is not None and (metadata.rank, metadata.num_rank_files) != place:
             raise CheckpointError(

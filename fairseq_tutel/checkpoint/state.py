@@ -105,10 +105,8 @@ def check_complete(state: Mapping[str, Any], where: str) -> None:
     if state.get("cfg") is None and state.get("args") is None:
         missing.append("cfg")
     if missing:
-        raise CheckpointError(
-            f"{where}: lacks {', '.join(missing)}, which fairseq saves in every checkpoint and "
-            "needs to go on from it; use another set"
-        )
+        names = ", ".join(missing)
+        raise CheckpointError(f"{where}: lacks {names}, which fairseq needs; use another set")
 
 
 def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str, Any]:

@@ -255,8 +255,7 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
         if not os.path.exists(os.path.join(mark.directory, os.path.basename(path))):
             raise CheckpointError(
                 f"{mark.directory} on {socket.gethostname()} is not the save dir of rank 0, "
-                f"{os.path.dirname(path)}; all ranks must write to one folder of a shared file "
-                "system"
+                f"{os.path.dirname(path)}; all ranks must write to one shared folder"
             )
 
     def remove_mark(ends_by_signal: bool) -> None:
@@ -309,10 +308,8 @@ def _agreed_num_experts(saves: list[list[Any]]) -> int:
             )
     (_, _, num_rank_files, local), world_size = saves[0], len(saves)
     if not 1 <= num_rank_files <= world_size or local < 1:
-        raise CheckpointError(
-            f"{num_rank_files} rank files of {local} experts cannot be written by {world_size} "
-            "ranks"
-        )
+        files = f"{num_rank_files} rank files of {local} experts"
+        raise CheckpointError(f"{files} cannot be written by {world_size} ranks")
     # raises if these experts cannot be placed
     return local * count_rank_files(local * num_rank_files, world_size, num_rank_files)
 

@@ -94,9 +94,7 @@ class ExchangeConfig:
     def __post_init__(self):
         check_options(self)
         if self.balance_ranks and self.algorithm != "linear":
-            raise OptionError(
-                f"`balance_ranks=True` needs `algorithm='linear'`, not {self.algorithm!r}"
-            )
+            raise OptionError("`balance_ranks=True` needs `algorithm='linear'`")
 
     def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
         """Return the format (one of WIRES) of tokens, of outputs (``back``) or of gradients."""
@@ -128,10 +126,8 @@ def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int =
         raise ValueError(f"num_experts={num_experts} must be at least 1")
     if not size:
         if num_experts % world_size and world_size % num_experts:
-            raise ValueError(
-                f"{num_experts} experts cannot be spread over {world_size} ranks: one number must "
-                "divide the other"
-            )
+            both = f"{num_experts} experts cannot be spread over {world_size} ranks"
+            raise ValueError(f"{both}: one number must divide the other")
         return min(num_experts, world_size)
     if not isinstance(size, int) or size < 0 or world_size % size or num_experts % size:
         raise ValueError(

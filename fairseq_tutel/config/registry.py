@@ -113,10 +113,8 @@ class Registry:
             if flag in mine:
                 given[field.name] = value
             elif value != field.default:
-                raise ValueError(
-                    f"{as_flag(flag, value)} is an option of another {self.kind} than {name}, "
-                    "which was chosen"
-                )
+                given = as_flag(flag, value)
+                raise ValueError(f"{given} is an option of another {self.kind} than {name}")
         return self.options(name, given)
 
 

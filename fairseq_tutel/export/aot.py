@@ -101,10 +101,7 @@ def _with(module: Module, tensors: Mapping[str, torch.Tensor]) -> Module:
 def _describe(layer: MoELayer) -> LayerConfig:
     groups, experts, shared = layer.groups, layer.experts, layer.shared_expert
     if (spread := groups.ep_size * groups.num_slices) > 1:
-        raise ExportError(
-            f"the layer's experts are spread over {spread} ranks: save it, and load it in one "
-            "process"
-        )
+        raise ExportError(f"experts are spread over {spread} ranks: load them in one process")
     if type(layer.gate) is not ROUTERS.get(layer.config.router):
         raise ExportError(f"a gate of your own ({type(layer.gate).__name__}) cannot be exported")
     networks = [name for name in EXPERTS if type(experts) is EXPERTS.get(name)]
@@ -132,9 +129,7 @@ def _checked(path: str | Path, device: str) -> Path:
     if path.exists():
         raise ExportError(f"{path}: exists; remove it or give another name")
     if not hasattr(torch._inductor, "aoti_compile_and_package"):
-        raise ExportError(
-            f"torch {torch.__version__} cannot write AOTInductor packages; use 2.6 or newer"
-        )
+        raise ExportError(f"torch {torch.__version__} cannot write packages; use 2.6 or newer")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ExportError(f"--device {device}: this machine has no GPU")
     compiler = os.environ.get("CXX", "g++").split()[0]

@@ -53,16 +53,13 @@ class StoredOptions:
             if getattr(model, name, None):
                 raise ExportError(f"a model with {flag_of(name)} cannot be exported")
         if rank := getattr(model, "moe_lora_rank", 0):
-            raise ExportError(
-                f"a model with --moe-lora-rank {rank} is exported once it is merged: python -m "
-                "fairseq_tutel.checkpoint merge-lora PATH OUT"
-            )
+            merge = "python -m fairseq_tutel.checkpoint merge-lora PATH OUT"
+            raise ExportError(f"merge a model with --moe-lora-rank {rank} first: {merge}")
         first, *others = (f"{side}_embed_dim" for side in sides)
         for name in (*others, "decoder_input_dim", "decoder_output_dim"):
-            if getattr(model, name) not in (None, getattr(model, first)):
+            if (found := getattr(model, name)) not in (None, getattr(model, first)):
                 raise ExportError(
-                    f"{flag_of(name)} {getattr(model, name)}, which differs from "
-                    f"{flag_of(first)} {getattr(model, first)}, cannot be exported"
+                    f"{flag_of(name)} {found} cannot be exported: it differs from {flag_of(first)}"
                 )
 
     def describe_layer(self, hidden_dim: int) -> LayerConfig:
@@ -107,10 +104,8 @@ def read_options(
     stored = {name: cfg.model[name] for name in cfg.model}
     name = stored.get("_name")
     if name not in architectures:
-        raise ExportError(
-            f"{path}: a model of the architecture {name} cannot be exported, only one of "
-            f"{' or '.join(architectures)}"
-        )
+        known = " or ".join(architectures)
+        raise ExportError(f"{path}: architecture {name} cannot be exported, only {known}")
     given = {key: value for key, value in stored.items() if value is not None}
     defaults = {
         key: value

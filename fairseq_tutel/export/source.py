@@ -62,10 +62,8 @@ class ModelSource:
         """Return names in an MoE layer by names in the model; ExportError for a dense layer."""
         sparse = self.config.moe_layers
         if number not in sparse:
-            raise ExportError(
-                f"{self.path}: layer {number} has no experts; those that have: "
-                f"{', '.join(map(str, sparse))}"
-            )
+            known = ", ".join(map(str, sparse))
+            raise ExportError(f"{self.path}: layer {number} has no experts; give one of {known}")
         prefix = f"model.layers.{number}.moe."
         return {name: name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)}
 
@@ -112,7 +110,5 @@ class ModelSource:
                 raise ExportError(f"{self.path}: {key} is {values.dtype}, others are {known}")
         for name, shape in self.shapes.items():
             if filled[name] != shape.numel():
-                raise ExportError(
-                    f"{self.path}: {name} should have {shape.numel()} numbers ({list(shape)}), and "
-                    f"the checkpoint has {filled[name]}"
-                )
+                found = f"{filled[name]} numbers, not {shape.numel()} ({list(shape)})"
+                raise ExportError(f"{self.path}: {name} has {found}")

@@ -68,8 +68,8 @@ class TokenizerFiles:
         symbols += [symbol for symbol in more if symbol not in set(symbols)]
         if len(symbols) != vocab_size:
             raise ExportError(
-                f"{path}: has {len(symbols)} symbols, and the model {vocab_size}; give the folder "
-                "of the dictionary that it was trained with by --data"
+                f"{path}: has {len(symbols)} symbols, and the model {vocab_size}; give the model's "
+                "own dictionary by --data"
             )
         return symbols
 

@@ -160,22 +160,14 @@ def given_bindings(
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
     except ValueError as error:
-        raise ValueError(
-            f"--bind {option}: {error}; choose auto, none, or a CPU list for each local rank, as "
-            "in 0-11:12-23"
-        ) from None
+        choices = "choose auto, none, or a CPU list for each local rank, as in 0-11:12-23"
+        raise ValueError(f"--bind {option}: {error}; {choices}") from None
     if len(sets) != len(gpus) or not all(sets):
-        found = f"{len(sets)} CPU list{'s'[: len(sets) != 1]}"
-        empty = "" if all(sets) else " with an empty one"
-        raise ValueError(
-            f"--bind {option} has {found}{empty}: give one to each of the {len(gpus)} local ranks"
-        )
+        raise ValueError(f"--bind {option}: give a CPU list to each of {len(gpus)} local ranks")
     for rank in mine:
         if missing := set(sets[rank]) - allowed:
-            raise ValueError(
-                f"--bind {option}: local rank {rank} cannot use CPU {format_cpulist(missing)}; the "
-                f"launcher may use {format_cpulist(allowed)}"
-            )
+            where = f"{format_cpulist(missing)}; the launcher may use {format_cpulist(allowed)}"
+            raise ValueError(f"--bind {option}: local rank {rank} cannot use CPU {where}")
     return [
         RankBinding(i, gpu, tuple(cpus), len(topology.cores(cpus)), chosen="given")
         for i, (gpu, cpus) in enumerate(zip(gpus, sets, strict=True))

@@ -190,9 +190,7 @@ def check_user_dir(command: Command) -> None:
             raise ValueError(f"--arch {arch} is not fairseq's own: add --user-dir fairseq_tutel")
         for path in command.given.get("path", "").split(os.pathsep):
             if path.endswith(".pt") and os.path.exists(f"{path[:-3]}-shared.pt"):
-                raise ValueError(
-                    f"--path {path} is a checkpoint with experts: add --user-dir fairseq_tutel"
-                )
+                raise ValueError(f"--path {path} has experts: add --user-dir fairseq_tutel")
         return
     fairseq = find_spec("fairseq")  # which is not imported for this
     beside = [Path(folder) for folder in fairseq.submodule_search_locations] if fairseq else []
@@ -213,15 +211,12 @@ def rank_options(
     if command.kind == "script":
         return {}
     if command.kind == "single" and world_size > 1:
-        raise ValueError(
-            f"{command.name} reads standard input in one process, but {world_size} ranks were "
-            "asked for; use --nproc-per-node 1"
-        )
+        raise ValueError(f"{command.name} runs in one process: use --nproc-per-node 1")
     results = command.given.get("results_path")
     if command.kind == "sharded" and results is not None and world_size > 1:
         raise ValueError(
             f"--results-path {results} is one file, which each of {world_size} ranks would "
-            "overwrite; use --nproc-per-node 1, or leave it out: every rank prints its share"
+            "overwrite: use --nproc-per-node 1, or leave it out"
         )
     wanted: dict[str, str | None] = {"distributed_world_size": str(world_size)}
     _require(command, "distributed_world_size", str(world_size), "the number of ranks started")

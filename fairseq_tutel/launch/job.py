@@ -125,10 +125,8 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
     if given is None:
         num_nodes = options.nnodes or 1
         if num_nodes > 1 and options.node_rank is None:
-            raise ValueError(
-                f"--nnodes {num_nodes} needs --node-rank on every node (or start with srun, "
-                "mpirun or torchrun)"
-            )
+            starters = "(or start with srun, mpirun or torchrun)"
+            raise ValueError(f"--nnodes {num_nodes} needs --node-rank on every node {starters}")
         if (options.node_rank or 0) >= num_nodes:
             raise ValueError(f"--node-rank {options.node_rank} is not below --nnodes {num_nodes}")
         if int(env.get("SLURM_NNODES") or 1) > 1 and options.nnodes is None:

@@ -43,16 +43,13 @@ class Placement:
     num_nodes: int = 1
 
     def __post_init__(self):
-        for index, count in (
-            ("rank", "world_size"),
-            ("local_rank", "local_world_size"),
-            ("node_rank", "num_nodes"),
+        for index, count, number, limit in (
+            ("rank", "world_size", self.rank, self.world_size),
+            ("local_rank", "local_world_size", self.local_rank, self.local_world_size),
+            ("node_rank", "num_nodes", self.node_rank, self.num_nodes),
         ):
-            if not 0 <= getattr(self, index) < getattr(self, count):
-                raise ValueError(
-                    f"{self.source}: {index} {getattr(self, index)} is not below {count} "
-                    f"{getattr(self, count)}"
-                )
+            if not 0 <= number < limit:
+                raise ValueError(f"{self.source}: {index} {number} is not below {count} {limit}")
 
     @property
     def single_node(self) -> bool:
@@ -133,10 +130,8 @@ def master_address(placement: Placement, env: Mapping[str, str]) -> str:
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if nodelist:
         return _resolvable(first_host(nodelist))
-    raise ValueError(
-        f"{placement.world_size} ranks on {placement.num_nodes} nodes, but the host of "
-        "rank 0 is unknown: give --master-addr or set MASTER_ADDR"
-    )
+    nodes = f"{placement.num_nodes} nodes"
+    raise ValueError(f"{nodes}, but the host of rank 0 is unknown: give --master-addr")
 
 
 def master_port(placement: Placement, env: Mapping[str, str]) -> int:

@@ -91,9 +91,8 @@ def import_folder(
     source = Folder(folder)
     kind = source.config.get("model_type")
     if kind not in MODELS:
-        raise CheckpointError(
-            f"{folder}: a model of the type {kind!r} cannot be imported, only {' or '.join(MODELS)}"
-        )
+        known = " or ".join(MODELS)
+        raise CheckpointError(f"{folder}: the type {kind!r} cannot be imported, only {known}")
     model = MODELS[kind]
     config = SimpleNamespace(**{**model.defaults, **source.config})
     for name, number in SPECIAL_IDS.items():
@@ -144,10 +143,8 @@ def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) 
         raise CheckpointError(f"{source.path}: {name} has no place in fairseq's model")
     for name, size in needed.items():
         if source.size(name) != size:
-            raise CheckpointError(
-                f"{source.path}: {name} has {source.size(name)} numbers, and by config.json "
-                f"it should have {size}"
-            )
+            found = f"{name} has {source.size(name)} numbers"
+            raise CheckpointError(f"{source.path}: {found}, and by config.json it needs {size}")
 
 
 def _state(model: Model, config: Any, options: Mapping[str, Any], source: Folder) -> dict[str, Any]:

@@ -54,8 +54,7 @@ def grow(
     source = open_sparse(src, None if in_place else dst, force)
     if num_experts <= source.num_experts:
         raise CheckpointError(
-            f"{src}: has {source.num_experts} experts, {num_experts} are not more; `shrink` makes "
-            "fewer of them"
+            f"{src}: has {source.num_experts} experts, {num_experts} are not more (see `shrink`)"
         )
     model_options = options_of(source.shared)
     if ramp and not model_options:
@@ -96,9 +95,8 @@ def shrink(
     top_k = options_of(source.shared).get("moe_top_k") or 1
     if not top_k <= num_experts < source.num_experts:
         raise CheckpointError(
-            f"{src}: has {source.num_experts} experts, of which a token chooses {top_k}; "
-            f"--num-experts {num_experts} must be fewer than {source.num_experts} and at least "
-            f"{top_k}"
+            f"{src}: --num-experts {num_experts} must be at least {top_k}, which a token chooses, "
+            f"and fewer than {source.num_experts}"
         )
     loads = read_load(source, load)
     choice = {layer: most_loaded(each, num_experts) for layer, each in loads.items()}

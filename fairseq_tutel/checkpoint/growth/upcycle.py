@@ -68,19 +68,15 @@ class Upcycling:
             one_side = self.encoder_freq or self.decoder_freq
             object.__setattr__(self, "freq", 0 if one_side else 2)
         if not 1 <= self.top_k <= self.num_experts:
-            raise CheckpointError(
-                f"--top-k {self.top_k} must lie between 1 and --num-experts {self.num_experts}"
-            )
+            limit = f"--num-experts {self.num_experts}"
+            raise CheckpointError(f"--top-k {self.top_k} must lie between 1 and {limit}")
         if self.num_experts % self.granularity:
-            raise CheckpointError(
-                f"--num-experts {self.num_experts} is no multiple of --granularity "
-                f"{self.granularity}: each replica of an FFN has as many experts"
-            )
+            given = f"--num-experts {self.num_experts}"
+            raise CheckpointError(f"{given} is no multiple of --granularity {self.granularity}")
         if reason := self.why_inexact():
             if not self.inexact:
-                raise CheckpointError(
-                    f"{reason}; --allow-inexact accepts that, --shared-expert avoids it"
-                )
+                ways = "--allow-inexact accepts that, --shared-expert avoids it"
+                raise CheckpointError(f"{reason}; {ways}")
             logger.warning("%s", reason)
 
     def why_inexact(self) -> str:

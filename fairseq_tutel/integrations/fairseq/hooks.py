@@ -111,9 +111,8 @@ def _file_of_set(original, filename, suffix, shard_idx, num_shards):
         return found[1]
     file = original(filename, suffix, shard_idx, num_shards)
     if not PathManager.exists(file):
-        raise FileNotFoundError(
-            f"Model file not found: {file}{evaluation.checkpoints_beside(file)}"
-        )
+        beside = evaluation.checkpoints_beside(file)
+        raise FileNotFoundError(f"Model file not found: {file}{beside}")
     return file
 
 

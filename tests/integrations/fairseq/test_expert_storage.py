@@ -100,5 +100,5 @@ def test_bad_choices_are_one_line():
         ValueError, match="override moe_expert_dtype='fp4': expected one of same, bf16, int8$"
     ):
         load(moe_expert_dtype="fp4")
-    with pytest.raises(ValueError, match="held as mapped are whole"):
+    with pytest.raises(ValueError, match="mapped experts are whole"):
         load(moe_map_experts=True, moe_expert_placement="sliced")

@@ -284,7 +284,7 @@ def _load_of_four(folder):
         ({}, {"num_experts": 1, "world_size": 40, "placement": "sliced"}, "cannot be cut into 5"),
         ({"moe_growth_updates": 9}, {}, "give --moe-load-bias quantile"),
         ({"moe_growth_updates": 9, "moe_top1_expert": True}, {}, "leave out --moe-growth-updates"),
-        ({"moe_tune_file": "x.json"}, {}, "choices of --moe-tune-file are for"),
+        ({"moe_tune_file": "x.json"}, {}, "sizes that --moe-tune-file is for"),
     ],
 )
 def test_growth_that_cannot_be_is_refused_before_the_first_update(

@@ -130,11 +130,10 @@ def agree(
         return steps
     if generating:
         raise ValueError(
-            "the experts of this model are spread over "
-            f"{groups.ep_size * groups.num_slices} ranks, which generate together only from "
-            "language models, by fairseq-generate or generate() and sample() of from_pretrained; "
-            "otherwise start without torch.distributed (--distributed-world-size 1), so that each "
-            "process loads all experts"
+            f"the experts are spread over {groups.ep_size * groups.num_slices} ranks, which "
+            "generate together only from language models, by fairseq-generate or generate() and "
+            "sample() of from_pretrained; give --distributed-world-size 1, so that each process "
+            "loads all experts"
         )
     counts = [counts[i] for i in sparse]
     if tuner is not None:

@@ -85,9 +85,7 @@ class SharedDecoding:
         failed = [rank for rank, each in words.items() if each == _FAILED]
         self._over = bool(failed) or set(words.values()) == {_IDLE}
         if failed:
-            raise RuntimeError(
-                f"rank {failed[0]} failed while all generated together; see its error"
-            )
+            raise RuntimeError(f"rank {failed[0]} failed in generation; see its error")
         return step, _BUSY in words.values()
 
 

@@ -84,10 +84,8 @@ def use_present_names(args: Any) -> None:
             continue
         present = getattr(args, flag, None)
         if present is not None and str(present) not in (str(field.default), str(former)):
-            raise ValueError(
-                f"{as_flag(flag, present)} and {as_flag(alias, former)}, its former name, "
-                "contradict each other: give the first"
-            )
+            both = f"{as_flag(flag, present)} and {as_flag(alias, former)}, its former name,"
+            raise ValueError(f"{both} contradict each other: give the first")
         setattr(args, flag, str(former))
         setattr(args, alias, None)
 

@@ -32,10 +32,7 @@ class LoRAOptions:
 def refuse_growth_of_updates(growth: Optional[GrowAt], rank: int) -> None:
     """Raise ValueError for a run that grows and trains low-rank updates (LoRA)."""
     if growth is not None and rank:
-        raise ValueError(
-            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes experts: give one "
-            "of them"
-        )
+        raise ValueError(f"--moe-grow-at {growth} or --moe-lora-rank {rank}: give one of them")
 
 
 def expert_storage(args: Any) -> str:
@@ -43,19 +40,13 @@ def expert_storage(args: Any) -> str:
     dtype = str(getattr(args, "moe_expert_dtype", "same"))
     mapped = getattr(args, "moe_map_experts", False)
     if dtype != "same" and mapped:
-        raise ValueError(
-            f"--moe-expert-dtype {dtype} converts what --moe-map-experts leaves in files: give one"
-        )
+        raise ValueError(f"--moe-expert-dtype {dtype} or --moe-map-experts: give one of them")
     if mapped and getattr(args, "moe_lora_rank", 0):
-        raise ValueError(
-            "--moe-map-experts reads no set with LoRA: merge it first (python -m "
-            "fairseq_tutel.checkpoint merge-lora)"
-        )
+        merge = "python -m fairseq_tutel.checkpoint merge-lora"
+        raise ValueError(f"--moe-map-experts reads no set with LoRA: merge it first ({merge})")
     storage = "mapped" if mapped else "stacked" if dtype == "same" else dtype
     if storage != "stacked" and str(args.moe_expert_placement) == "sliced":
-        raise ValueError(
-            f"experts that are held as {storage} are whole: drop --moe-expert-placement sliced"
-        )
+        raise ValueError(f"{storage} experts are whole: drop --moe-expert-placement sliced")
     return storage
 
 

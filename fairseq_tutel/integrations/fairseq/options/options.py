@@ -295,9 +295,7 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
         values.setdefault("top_k", 1)  # the default of 2 is for two experts or more
     if args.moe_gating_use_model_dtype:
         if values.get("gating_fp32"):
-            raise ValueError(
-                "--moe-gating-use-fp32 and --moe-gating-use-model-dtype contradict each other"
-            )
+            raise ValueError("--moe-gating-use-fp32 contradicts --moe-gating-use-model-dtype")
         values["gating_fp32"] = False
     try:
         return MoEConfig(num_experts, **values)
@@ -308,9 +306,7 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
 def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
     """Translate Meta's options for K and the evaluation capacity into those of MoEConfig."""
     if top1_expert and values.setdefault("top_k", 1) != 1:
-        raise ValueError(
-            f"--moe-top1-expert and --moe-top-k {values['top_k']} contradict each other: give one"
-        )
+        raise ValueError(f"--moe-top1-expert contradicts --moe-top-k {values['top_k']}: give one")
     fraction = values.get("eval_capacity_token_fraction")
     if fraction is None:
         return
@@ -330,13 +326,12 @@ def exchange_config(args: Any) -> ExchangeConfig:
     placement, r = str(args.moe_expert_placement), values["r"]
     if placement == "sliced" and args.moe_expert_parallel_size:
         raise ValueError(
-            f"--moe-expert-parallel-size {args.moe_expert_parallel_size} makes groups of ranks "
-            "that hold whole experts, and --moe-expert-placement sliced cuts them: give one of them"
+            f"--moe-expert-parallel-size {args.moe_expert_parallel_size} is for whole experts, and "
+            "--moe-expert-placement sliced cuts them: give one of them"
         )
     if placement == "replicated" and r > 1:
         raise ValueError(
-            f"--moe-parallelism-r {r} is for slices, and --moe-expert-placement replicated has "
-            "none: give --moe-expert-placement sliced, or an r of 0 or 1"
+            f"--moe-parallelism-r {r} is for slices: give --moe-expert-placement sliced, or 0 or 1"
         )
     if values["balance_ranks"] and "auto" in (str(args.moe_exchange), str(args.moe_parallelism_r)):
         raise ValueError(
@@ -350,10 +345,8 @@ def _tuner_options(args: Any) -> Optional[TunerOptions]:
     fields = tuple(field for field, flag in TUNED.items() if str(getattr(args, flag)) == "auto")
     if not fields:
         if args.moe_tune_file is not None:
-            choices = " or ".join(as_flag(flag, "auto") for flag in TUNED.values())
-            raise ValueError(
-                f"--moe-tune-file {args.moe_tune_file}: nothing is tuned; give {choices}"
-            )
+            choices = f"give {' or '.join(as_flag(flag, 'auto') for flag in TUNED.values())}"
+            raise ValueError(f"--moe-tune-file {args.moe_tune_file}: nothing is tuned: {choices}")
         return None
     autos = " and ".join(as_flag(TUNED[field], "auto") for field in fields)
     simulated = args.moe_simulate_world_size

@@ -146,9 +146,7 @@ def _read_frequencies(model: DictConfig, names: Iterable[str]) -> None:
 
 def _check_overrides(overrides: Any, options: set[str]) -> None:
     if overrides is not None and not isinstance(overrides, dict):
-        raise ValueError(
-            f"--model-overrides {overrides}: give options and values, as in {{'moe_top_k': 1}}"
-        )
+        raise ValueError(f"--model-overrides {overrides}: expected a dict, as {{'moe_top_k': 1}}")
     of_moe = {name for name in options if name.startswith("moe_")} | _WITHOUT_EFFECT
     for name in overrides or ():
         if name.startswith("moe_") and name not in of_moe:

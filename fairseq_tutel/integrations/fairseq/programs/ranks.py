@@ -38,9 +38,8 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
     devices = torch.cuda.device_count()
     given = distributed.distributed_world_size
     if given not in (1, devices, place.world_size):
-        raise ValueError(
-            f"--distributed-world-size {given}, but {place.by} started {place.world_size} processes"
-        )
+        processes = f"{place.by} started {place.world_size} processes"
+        raise ValueError(f"--distributed-world-size {given}, but {processes}")
     distributed.distributed_init_method = "env://"
     distributed.distributed_world_size = place.world_size
     distributed.distributed_rank = place.rank
@@ -64,9 +63,8 @@ def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
     words = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     python = "" if place.by == "torchrun" else "python "
     raise ValueError(
-        f"{place.by} started {place.world_size} processes, which fairseq would run as "
-        f"{place.world_size} separate jobs; to run one job: {place.by} [its options] {python}"
-        f"-m fairseq_tutel.launch -- {words}"
+        f"fairseq would run the {place.world_size} processes of {place.by} as separate jobs; to "
+        f"run one job: {place.by} [its options] {python}-m fairseq_tutel.launch -- {words}"
     )
 
 

@@ -138,8 +138,7 @@ def trace_evaluation(model: Any, task: Any, options: Any) -> None:
         options, "moe_trace", None
     ):
         raise ValueError(
-            f"moe_trace={options.moe_trace!r}: steps of generation are not traced; give it to "
-            "fairseq-eval-lm or fairseq-validate"
+            "moe_trace: generation is not traced, only fairseq-eval-lm and fairseq-validate"
         )
     trace_model(model, task, options, ["eval"])
 

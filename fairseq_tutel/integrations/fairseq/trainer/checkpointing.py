@@ -113,11 +113,10 @@ class CheckpointMixin:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
             return None
         if not checkpoint_exists(path):
-            if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
-                raise FileNotFoundError(
-                    f"--restore-file {self.cfg.checkpoint.restore_file}: neither {path} nor "
-                    f"{filename} exists"
-                )
+            given = self.cfg.checkpoint.restore_file
+            if given != "checkpoint_last.pt":
+                both = f"neither {path} nor {filename} exists"
+                raise FileNotFoundError(f"--restore-file {given}: {both}")
             logger.info("No existing checkpoint found %s", path)
             return None
         state = load_state(

@@ -51,9 +51,7 @@ class ExpertUpdates:
     def attach(self, optimizer: Any, name: str) -> None:
         """Take an optimizer of fairseq in place of the former one; ``name``: ``--optimizer``."""
         if isinstance(optimizer.optimizer, CompositeOptimizer) or name == "lamb":
-            raise ValueError(
-                f"--moe-update-in-backward steps one tensor: use adam, nag or sgd, not {name}"
-            )
+            raise ValueError(f"--moe-update-in-backward needs adam, nag or sgd, not {name}")
         self.detach()
         self._is_efficient = isinstance(optimizer, MemoryEfficientFP16Optimizer)
         self._updates = update_in_backward(self._model, optimizer.optimizer, self._normalization)

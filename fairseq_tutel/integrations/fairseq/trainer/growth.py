@@ -114,9 +114,7 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
     if cfg.checkpoint.no_save or groups.simulated:
         raise ValueError(f"{flag} goes on from a checkpoint, but this run saves none")
     if cfg.model.moe_tune_file is not None:
-        raise ValueError(
-            f"{flag} changes the sizes that the choices of --moe-tune-file are for: leave out one"
-        )
+        raise ValueError(f"{flag} changes the sizes that --moe-tune-file is for: leave out one")
     if os.environ.get(RESTARTS) != "1":
         raise ValueError(
             f"{flag} needs a launcher that restarts the ranks: python -m fairseq_tutel.launch -- "
@@ -134,9 +132,7 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
         if reason := why_inexact(options_of({"cfg": {"model": cfg.model}})):
             raise ValueError(f"{flag}: {reason}: leave out --moe-growth-updates, or use K > 1")
         if any(layer.config.load_bias == "none" for layer in model.moe_layers.values()):
-            raise ValueError(
-                f"{flag} holds new experts back by the load bias: give --moe-load-bias quantile"
-            )
+            raise ValueError(f"{flag} needs a load bias: give --moe-load-bias quantile")
 
 
 def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None:

@@ -119,10 +119,7 @@ def _steps_each_weight(optimizer: FairseqOptimizer) -> bool:
 def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
     """Keep the state of each dense parameter on one rank (``--zero-sharding os``)."""
     if isinstance(optimizer.optimizer, CompositeOptimizer) or not _steps_each_weight(optimizer):
-        raise ValueError(
-            f"--zero-sharding os needs an optimizer that updates each weight separately, not "
-            f"{name}: use adam, nag or sgd, or drop it"
-        )
+        raise ValueError(f"--zero-sharding os needs --optimizer adam, nag or sgd, not {name}")
     shard_optimizer(optimizer.optimizer)
 
 

@@ -250,10 +250,8 @@ def _prepare_config(cfg, model) -> None:
     """Store what follows from the whole config; ValueError if it cannot train experts."""
     dist_cfg, common = cfg.distributed_training, cfg.common
     if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
-        raise ValueError(
-            f"--ddp-backend {dist_cfg.ddp_backend} cannot train a model with experts (they are "
-            "spread over the ranks already): use legacy_ddp or pytorch_ddp"
-        )
+        given = f"--ddp-backend {dist_cfg.ddp_backend}"
+        raise ValueError(f"{given} cannot train experts: use legacy_ddp or pytorch_ddp")
     refuse_separate_ranks()
     if common.fp16 and common.bf16:
         raise ValueError("common.fp16 and common.bf16 exclude each other: give one")
@@ -285,10 +283,8 @@ def _moves_load_bias(model, criterion) -> bool:
     rules = {config.load_bias for config in configs if config.moves_load_bias}
     name = type(criterion).__name__
     if rules and not isinstance(criterion, MoECriterion):
-        raise ValueError(
-            f"--moe-load-bias {rules.pop()} needs --criterion {' or '.join(CRITERIONS)}, which "
-            f"hand on what moves the bias; {name} does not"
-        )
+        wanted = f"--criterion {' or '.join(CRITERIONS)}"
+        raise ValueError(f"--moe-load-bias {rules.pop()} needs {wanted}, not {name}")
     # fairseq's criterions read one output of the model; a user's may read the others
     if type(criterion).__module__.startswith("fairseq.criterions."):
         logger.warning(
