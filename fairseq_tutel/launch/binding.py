@@ -155,7 +155,7 @@ def given_bindings(
 ) -> list[RankBinding]:
     """Return the bindings that ``--bind 0-11:12-23`` names, one CPU list per local rank.
 
-    ValueError for a list that is wrong or empty, or for ranks in ``mine`` is not ``allowed``.
+    ValueError for a list that is wrong, empty, or not ``allowed`` for a rank in ``mine``.
     """
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
