@@ -1,7 +1,5 @@
 """Command line of the checkpoint tools: inspect, merge, merge-lora, reshard, import, and growth."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """Steps that succeed on all ranks or fail on all; the caller provides the collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ next writer finishes the work (``recover_set``). This is redo logging (Mohan et 
 TODS 17(1), 1992) with one record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

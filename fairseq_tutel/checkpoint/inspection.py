@@ -1,7 +1,5 @@
 """Describe a checkpoint and check that its files belong together. Reads no tensor data."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable

@@ -7,8 +7,6 @@ torch writes a CRC-32 of every tensor into the file's zip directory, and never c
 tensor is checked when it is taken from a file: other tensors stay unread, and none is read twice.
 """
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import errno
@@ -50,7 +48,7 @@ def load_file(path: str) -> dict[str, Any]:
     if identity(path) != before:
         raise CheckpointError(f"{path}: was replaced while it was being read; try again")
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: not a checkpoint: a {type(state).__name__}, not a dict")
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a dict")
     return state
 
 

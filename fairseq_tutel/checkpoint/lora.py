@@ -1,7 +1,5 @@
 """Merge the low-rank updates (LoRA) of a set's experts into their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

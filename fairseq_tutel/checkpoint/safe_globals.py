@@ -5,8 +5,6 @@ checkpoints, old and new, also hold options, configs, numbers and arrays of nump
 dictionary of some tasks. Any other class is refused, even if fairseq's own code reads the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

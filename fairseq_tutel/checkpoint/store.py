@@ -3,8 +3,6 @@
 Several ranks pass :class:`.all_ranks.AllRanks`, and every rank makes the same calls.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

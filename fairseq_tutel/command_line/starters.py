@@ -1,7 +1,5 @@
 """Environment variables by which torchrun, MPI, SLURM and PMI tell a process its rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``force_load``: shares of the load per expert, for benchmarks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

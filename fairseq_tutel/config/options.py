@@ -10,8 +10,6 @@ them into flags (``--moe-top-k 1``).
 Numbers must be finite: nan compares as false with every bound, and would pass as if not given.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Implementations by name: routers, exchanges and networks of experts. Each is one file."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping

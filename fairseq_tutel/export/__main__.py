@@ -1,7 +1,5 @@
 """Command line of the exports: huggingface, aot."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

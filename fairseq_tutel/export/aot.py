@@ -5,8 +5,6 @@ sentences and tokens. It runs on one kind of device and, on a CPU, needs the ins
 machine that compiled it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

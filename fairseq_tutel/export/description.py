@@ -1,7 +1,5 @@
 """Configs of exported layers and models, as plain values with the names of ``config.json``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

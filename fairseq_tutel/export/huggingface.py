@@ -1,7 +1,5 @@
 """A model with experts as a folder for transformers, which this package does not import."""
 
-from __future__ import annotations
-
 import importlib.util
 import secrets
 import shutil

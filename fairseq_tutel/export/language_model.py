@@ -1,7 +1,5 @@
 """A language model as a class whose code is in the folder (``huggingface_files``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A translation model as transformers' own class NllbMoe; the folder has no code."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options that a checkpoint stores."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

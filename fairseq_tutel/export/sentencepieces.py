@@ -1,7 +1,5 @@
 """A sentencepiece model as parts of ``tokenizer.json``."""
 
-from __future__ import annotations
-
 import base64
 import logging
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Weights are mapped from the files, one expert at a time, and checked when they are first read.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path

@@ -7,8 +7,6 @@ express: there, the ids of pieces are also the ids by which they are merged. A t
 no code in its folder: :mod:`.sentencepieces` writes ``tokenizer.json``, and leaves such pieces out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Command line of the launcher."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

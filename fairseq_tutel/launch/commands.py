@@ -5,8 +5,6 @@ Stock fairseq cannot start several ranks on a CPU: with torchrun's variables set
 avoids that path.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

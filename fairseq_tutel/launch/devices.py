@@ -1,7 +1,5 @@
 """GPUs that the ranks of this node can use, found without importing torch in this process."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

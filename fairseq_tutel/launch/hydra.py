@@ -3,8 +3,6 @@
 Only Hydra can compose a configuration; this finds plain values in the primary file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Make the ranks to run on this node of the options, the environment and the machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Copy the output of several ranks, a pipe each, to the launcher's, line by line."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import threading

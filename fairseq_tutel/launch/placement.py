@@ -3,8 +3,6 @@
 The starters' variables are in :mod:`fairseq_tutel.command_line.starters`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import socket

@@ -5,8 +5,6 @@ launcher opens torch's key-value store at MASTER_ADDR:MASTER_PORT, where its ran
 puts its report there, and all come to the same verdict.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

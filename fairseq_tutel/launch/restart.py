@@ -4,8 +4,6 @@
 a NUL. If its last checkpoint exists, the options that choose another start are left out.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start the ranks of this node, forward signals to them, and end all when one fails."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tensors, config and dictionary of a folder that transformers wrote or loads."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Convert a folder of transformers to a set, from which training can continue."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

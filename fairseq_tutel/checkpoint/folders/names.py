@@ -1,7 +1,5 @@
 """Map names of tensors in checkpoints and state dicts to those in folders of transformers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

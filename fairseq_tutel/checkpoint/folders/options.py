@@ -1,7 +1,5 @@
 """Options of fairseq's models, by the ``config.json`` of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The steps that every change of a set shares: open the source, write the new set."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

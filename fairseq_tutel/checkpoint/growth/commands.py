@@ -1,7 +1,5 @@
 """The commands ``upcycle``, ``grow`` and ``shrink`` of ``python -m fairseq_tutel.checkpoint``."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any

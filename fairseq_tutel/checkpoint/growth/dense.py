@@ -4,8 +4,6 @@ The FFN is one expert, the mean of all, or the shared expert. The function is ke
 are still equal, as right after :mod:`.upcycle`.
 """
 
-from __future__ import annotations
-
 import logging
 from argparse import Namespace
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """More experts or fewer: a set whose experts are chosen from another set."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

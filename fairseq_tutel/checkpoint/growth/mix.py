@@ -3,8 +3,6 @@
 :mod:`.upcycle` takes experts from each model, as Branch-Train-MiX does (arXiv 2403.07816).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

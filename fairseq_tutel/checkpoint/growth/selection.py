@@ -4,8 +4,6 @@ Experts, their optimizer state and the router's rows are copied bit for bit. Eve
 The load by which experts are chosen is in the run's ``expert_load.jsonl``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

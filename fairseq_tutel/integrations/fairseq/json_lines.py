@@ -1,7 +1,5 @@
 """Files of JSON lines that a run appends to; each line has the number of its update."""
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

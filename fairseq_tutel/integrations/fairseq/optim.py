@@ -5,8 +5,6 @@ register a second optimizer called ``adam``. So the constructor of fairseq's cla
 builds ``Adam16`` in exactly the case in which it would raise.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from typing import Any

@@ -11,8 +11,6 @@ Any other error keeps its traceback, and so does every error in other programs o
 ``FAIRSEQ_TUTEL_TRACEBACK=1``. The first rank reports Ctrl-C in one line.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Filters for warnings and log lines of fairseq's programs that a user can do nothing about."""
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Architectures with MoE layers: the table that command lines, errors and the planner read."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ Stock models loop over layers, and the loop has no place for a second value. Whi
 :class:`ForwardScope` carries the ranks' agreement to the blocks and collects their reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

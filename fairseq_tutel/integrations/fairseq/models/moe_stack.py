@@ -1,7 +1,5 @@
 """Parts that the fairseq models with MoE layers share: layers, tuner, agreement, reports."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """fairseq's transformer encoder and decoder with MoE layers in place of some of their layers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import re

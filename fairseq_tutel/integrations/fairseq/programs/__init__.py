@@ -1,7 +1,5 @@
 """Changes to fairseq's programs for models with experts; the name of the running program."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

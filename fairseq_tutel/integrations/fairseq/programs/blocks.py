@@ -5,8 +5,6 @@ Stock ``fairseq-eval-lm`` skips blocks that are longer than the model's position
 ``--required-batch-size-multiple`` (default 8).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

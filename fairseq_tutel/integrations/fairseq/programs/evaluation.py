@@ -1,7 +1,5 @@
 """Loads and runs fairseq's evaluation programs with sharded experts."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import logging

@@ -4,8 +4,6 @@ Each process has all experts by default. ``--model-overrides "{'moe_expert_paral
 spreads them over N ranks of one job. Ranks decode different sentences in both cases.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import logging

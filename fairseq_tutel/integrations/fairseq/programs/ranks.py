@@ -5,8 +5,6 @@ fairseq's ``infer_init_method`` does not read WORLD_SIZE if its own ``--distribu
 same checkpoint, or score everything twice, and report success.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

@@ -4,8 +4,6 @@ Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then
 pass, without padding. ``training/STEERING.md`` lists their entries.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Stock skips the pass of a rank without a last batch, but the other ranks wait for its experts.
 """
 
-from __future__ import annotations
-
 import base64
 import pickle
 from typing import Any

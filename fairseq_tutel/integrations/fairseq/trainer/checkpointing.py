@@ -1,7 +1,5 @@
 """Save and restore a training run with experts on several ranks; :mod:`.sets` says when."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ fairseq divides gradients by the sample size of all ranks after the backward pas
 before the backward pass (a small all-reduce).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

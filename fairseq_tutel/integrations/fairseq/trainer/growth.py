@@ -5,8 +5,6 @@ All ranks leave with an exit code that makes the launcher restart them, and :fun
 builds the model for the set that is found. A run that was killed before grows at once.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

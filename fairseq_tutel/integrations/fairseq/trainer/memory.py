@@ -4,8 +4,6 @@ The planner counts the need. It imports this package, so ``register`` passes its
 (:func:`count_memory_by`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

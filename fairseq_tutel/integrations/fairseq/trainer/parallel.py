@@ -5,8 +5,6 @@ to ignore. After either has reduced the dense gradients, expert gradients follow
 (:mod:`fairseq_tutel.training`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

@@ -5,8 +5,6 @@ Validation, checkpoints and the end of an epoch or run that are due after the up
 that an interrupted run does what an uninterrupted one does.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import signal

@@ -4,8 +4,6 @@ WATCHING.md lists files and entries. A run that resumes drops the lines of later
 makes again: the files equal those of a run that was never interrupted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sets that a run starts from, writes and removes, by fairseq's options for single files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

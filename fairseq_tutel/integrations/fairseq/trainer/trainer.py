@@ -1,7 +1,5 @@
 """fairseq's Trainer for a model with experts: it overrides what stock gets wrong for experts."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 

@@ -1,7 +1,5 @@
 """Tells a run that resumes on another number of ranks how to keep the tokens of an update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
