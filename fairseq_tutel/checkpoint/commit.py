@@ -155,10 +155,7 @@ def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> Non
 
 
 def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
-    """Undo a change that ended before its commit; finish a committed one if a signal ends it.
-
-    After an error a committed change stays as it is: readable, as the error states.
-    """
+    """Undo a change that ended before its commit; finish a committed one if a signal ends it."""
     with contextlib.suppress(OSError, CheckpointError):
         if not os.path.lexists(cset.commit_path):
             remove_temporaries(cset, operation)

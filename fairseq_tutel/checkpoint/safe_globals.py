@@ -1,8 +1,7 @@
 """Classes that may be unpickled: they hold data and do nothing when they are built.
 
-torch's restricted unpickler (``weights_only=True``) builds tensors and plain containers. fairseq's
-checkpoints, old and new, also hold options, configs, numbers and arrays of numpy, and the
-dictionary of some tasks. Any other class is refused, even if fairseq's own code reads the file.
+Beside the tensors and containers of torch's restricted unpickler, fairseq's checkpoints hold
+options, configs, numbers and arrays of numpy, and the dictionary of some tasks.
 """
 
 import argparse

@@ -194,10 +194,7 @@ def _rewrite(
 
 
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Copy a set, by hard links if the file system has them. The copy replaces what ``dst`` names.
-
-    CheckpointError on all ranks if ``src`` does not exist, or the file system failed.
-    """
+    """Copy a set in place of what ``dst`` names, by hard links if the file system has them."""
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
 
     def copy() -> None:

@@ -1,13 +1,9 @@
 """Help text, range, choices and flag of an option, all stated beside its default.
 
-:func:`option` makes a field of a dataclass. :func:`documented` writes the dataclass's docstring
-from its fields and :func:`check_options` checks values. A host makes flags, schema keys and table
-rows from the same fields (:mod:`fairseq_tutel.integrations.fairseq.options.fields`).
-
-Help texts name other options as arguments in backticks (```top_k=1```). :func:`with_flags` turns
-them into flags (``--moe-top-k 1``).
-
-Numbers must be finite: nan compares as false with every bound, and would pass as if not given.
+A host makes flags, schema keys and table rows from the fields of a dataclass
+(:mod:`fairseq_tutel.integrations.fairseq.options.fields`). Help texts name other options as
+arguments in backticks (```top_k=1```). :func:`with_flags` turns them into flags. Numbers must be
+finite: nan compares as false with every bound, and would pass as if not given.
 """
 
 import argparse
@@ -197,10 +193,7 @@ def as_argument(name: str, value: Any) -> str:
 
 
 def check_ranges(values: Any, options: type, spell: Callable[[str, Any], str] = as_flag) -> None:
-    """Check numbers among the attributes of ``values`` against the ranges of a dataclass.
-
-    ValueError has all numbers out of range, each as ``spell(name, value)``.
-    """
+    """Raise ValueError for attributes out of the ranges of a dataclass, all by ``spell``."""
     wrong = []
     for field in dataclasses.fields(options):
         allowed, value = field.metadata.get("range"), getattr(values, field.name, None)

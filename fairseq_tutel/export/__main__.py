@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         "huggingface",
         help="write a folder that transformers loads (language models: trust_remote_code=True)",
     )
+    hub.set_defaults(run=_export_huggingface)
     hub.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     hub.add_argument("folder", metavar="FOLDER", type=Path, help="must be new or empty")
     hub.add_argument(
@@ -60,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     ahead = commands.add_parser(
         "aot", help="write an AOTInductor package, which a C++ program runs without Python"
     )
+    ahead.set_defaults(
+        run=lambda a: export_aot(a.checkpoint, a.package, layer=a.layer, device=a.device)
+    )
     ahead.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     ahead.add_argument("package", metavar="NAME.pt2", type=Path, help="must not exist")
     ahead.add_argument(
@@ -82,22 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        print(_export(args))
+        print(args.run(args))
         return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
 
 
-def _export(args) -> Path:
-    if args.command == "aot":
-        return export_aot(args.checkpoint, args.package, layer=args.layer, device=args.device)
-    files = TokenizerFiles(
-        args.data, args.sentencepiece_model, args.gpt2_encoder_json, args.gpt2_vocab_bpe
-    )
-    return export_huggingface(
-        args.checkpoint, args.folder, files, max_bytes=int(args.max_file_gb * 1e9)
-    )
+def _export_huggingface(args) -> Path:
+    files = args.data, args.sentencepiece_model, args.gpt2_encoder_json, args.gpt2_vocab_bpe
+    size = int(args.max_file_gb * 1e9)
+    return export_huggingface(args.checkpoint, args.folder, TokenizerFiles(*files), max_bytes=size)
 
 
 if __name__ == "__main__":

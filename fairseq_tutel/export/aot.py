@@ -1,8 +1,7 @@
 """AOTInductor packages: models compiled ahead of time, which a C++ program runs without Python.
 
-A package is one file, ``NAME.pt2``, with a shared library and the weights. It takes any number of
-sentences and tokens. It runs on one kind of device and, on a CPU, needs the instruction sets of the
-machine that compiled it.
+A package is one file, ``NAME.pt2``, for any number of sentences and tokens. It runs on one kind of
+device and, on a CPU, needs the instruction sets of the machine that compiled it.
 """
 
 import os
@@ -71,10 +70,7 @@ def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> P
 
 
 def layer_twin(layer: MoELayer) -> FairseqMoEBlock:
-    """Return a layer in evaluation, in core operators of torch, with copies of its weights.
-
-    ExportError is raised as by :func:`export_layer`.
-    """
+    """Return a layer in evaluation, in core operators of torch, with copies of its weights."""
     config = _describe(layer)
     twin = inference_layer(config)
     shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}

@@ -1,10 +1,9 @@
 """Tokenizer files of an exported folder: fairseq's dictionary and the files that split text.
 
-Words need no code: ``tokenizer.json`` holds the dictionary, and transformers' own class loads it.
-Sentencepieces and byte pairs of a language model need the class in ``huggingface_files``. Pieces
-that the dictionary lacks must become ``<unk>`` after merging, which ``tokenizer.json`` cannot
-express: there, the ids of pieces are also the ids by which they are merged. A translation model has
-no code in its folder: :mod:`.sentencepieces` writes ``tokenizer.json``, and leaves such pieces out.
+Words need no code, only ``tokenizer.json``. Sentencepieces and byte pairs of a language model need
+the class in ``huggingface_files``: pieces that the dictionary lacks must become ``<unk>`` after
+merging, which ``tokenizer.json`` cannot express. For a translation model, whose folder has no code,
+:mod:`.sentencepieces` leaves such pieces out.
 """
 
 import dataclasses
@@ -26,10 +25,7 @@ _SPACES = r"[\s\x1c-\x1f]+"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files that split text, named as fairseq-interactive's options; words without the last three.
-
-    GPT-2's files are both given or none.
-    """
+    """Files that split text, named as fairseq-interactive's options; without them: words."""
 
     dictionary: Path | None = None  # dict.txt or its folder; None: in the data of the model
     sentencepiece_model: Path | None = None
@@ -62,7 +58,8 @@ class TokenizerFiles:
             if not file.is_file():
                 raise ExportError(f"{file}: no such file")
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        symbols = [*SPECIAL, *map(_symbol, lines)]
+        words = (line.rstrip().removesuffix(f" {_OVERWRITE}") for line in lines)  # SYMBOL COUNT
+        symbols = [*SPECIAL, *(word.rpartition(" ")[0] for word in words)]
         symbols += [symbol for symbol in more if symbol not in set(symbols)]
         if len(symbols) != vocab_size:
             raise ExportError(
@@ -114,11 +111,6 @@ class TokenizerFiles:
 def write_json(path: Path, content: dict | list) -> None:
     """Write one JSON file of an exported folder."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _symbol(line: str) -> str:
-    """Return the symbol of a line ``SYMBOL COUNT [#fairseq:overwrite]`` of dict.txt."""
-    return line.rstrip().removesuffix(f" {_OVERWRITE}").rpartition(" ")[0]
 
 
 def _config(max_length: int, padding_side: str) -> dict:

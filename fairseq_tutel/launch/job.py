@@ -7,16 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import commands
 from .binding import RankBinding, choose_bindings, format_table
-from .commands import (
-    TRAINING,
-    Command,
-    check_experts,
-    check_user_dir,
-    rank_options,
-    use_cpu,
-    with_options,
-)
+from .commands import Command
 from .devices import Gpu, has_gpu_files, visible_gpus
 from .placement import Placement, adopt, master_address, master_port, start_here
 from .preflight import SharedError
@@ -96,7 +89,7 @@ class Job:
     @property
     def trains(self) -> bool:
         """Return whether ranks hold SIGUSR1 back while they import, and may ask for a restart."""
-        return self.command.name in TRAINING
+        return self.command.name in commands.TRAINING
 
 
 def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:
@@ -115,10 +108,7 @@ def _require_equal(option: str, given: int | None, found: int, placement: Placem
 
 
 def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: int) -> Placement:
-    """Return the place of the rank that was started already, or of those to start here.
-
-    A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks.
-    """
+    """Return the place of the rank that was started already, or of those to start here."""
     given = adopt(env)
     if given is None:
         num_nodes = options.nnodes or 1
@@ -136,6 +126,7 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
         return start_here(nproc, num_nodes, options.node_rank or 0)
     _require_equal("--nnodes", options.nnodes, given.num_nodes, given)
     _require_equal("--node-rank", options.node_rank, given.node_rank, given)
+    # a task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks
     alone_on_node = given.local_world_size == 1 and given.num_nodes == given.world_size
     if alone_on_node and given.source != "torchrun":
         nproc = _ranks_per_node(options, command, given.num_nodes, num_gpus)
@@ -231,12 +222,12 @@ def _summary(
 
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     """Return the ranks of this node, checked before a rank or a process group exists."""
-    check_user_dir(command)
+    commands.check_user_dir(command)
     gpus = visible_gpus(env, options.root)
-    cpu = use_cpu(command, len(gpus))
+    cpu = commands.use_cpu(command, len(gpus))
     placement = place(options, command, env, 0 if cpu else len(gpus))
     try:
-        check_experts(command, placement.world_size)
+        commands.check_experts(command, placement.world_size)
     except ValueError as error:  # else the ranks on this node may be what is wrong
         raise SharedError(*error.args) if placement.adopted else error from None
     assigned = assign_gpus(placement, gpus, cpu, env)
@@ -249,7 +240,7 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
     def rank_job(bound: RankBinding) -> RankJob:
         local_rank, gpu = bound.local_rank, assigned[bound.local_rank]
         rank = placement.rank + local_rank - placement.local_rank
-        added = rank_options(
+        added = commands.rank_options(
             command,
             rank=rank,
             world_size=placement.world_size,
@@ -269,7 +260,7 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
         prefix = f"[rank {rank}] " if options.output == "prefix" and rank > 0 else ""
         # fairseq-generate prints its results: programs look for lines that begin with H-
         prefixes = ("" if command.kind == "sharded" else prefix, prefix)
-        return RankJob(rank, with_options(command, added), rank_env, bound, prefixes)
+        return RankJob(rank, commands.with_options(command, added), rank_env, bound, prefixes)
 
     mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
     summary = _summary(placement, cpu, shared, bindings)

@@ -31,10 +31,7 @@ class LineCopier:
         self._thread: threading.Thread | None = None
 
     def add(self, source: BinaryIO, target: BinaryIO, prefix: str, until_refused: bool) -> None:
-        """Copy ``source``, an unbuffered pipe, to ``target``; call before :meth:`start`.
-
-        ``until_refused``: close the pipe when ``target`` has no reader any longer (``| head``).
-        """
+        """Copy an unbuffered pipe; ``until_refused``: close it when ``target`` has no reader."""
         stream = _Stream(source, target, prefix.encode(), until_refused)
         self._selector.register(source, selectors.EVENT_READ, stream)
 

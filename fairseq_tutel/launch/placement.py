@@ -1,7 +1,4 @@
-"""Rank of this process, adopted from its starter or to be started here; where ranks meet.
-
-The starters' variables are in :mod:`fairseq_tutel.command_line.starters`.
-"""
+"""Rank of this process, adopted from its starter or to be started here; where ranks meet."""
 
 import hashlib
 import re
@@ -25,11 +22,7 @@ _JOB_VARIABLES = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of this process in the job.
-
-    The process is one rank if it is ``adopted``. Otherwise it starts ``local_world_size`` ranks, of
-    which the first is ``rank`` and has local rank 0.
-    """
+    """Place of this process: one rank if ``adopted``, else the first of those that it starts."""
 
     source: str
     adopted: bool

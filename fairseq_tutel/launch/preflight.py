@@ -26,13 +26,8 @@ def compare_nodes(
     """Return once all nodes have reported the same.
 
     SharedError is raised on all nodes if reports differ or some are missing, ValueError on one
-    that cannot reach node 0.
-
-    Args:
-        own: this node's report: "node" (its number), "host", "nodes" and whatever must be equal.
-        address, port: where node 0's launcher listens.
-        seconds: how long to wait.
-        start: number of earlier starts; rank 0 of the last one may still have a store there.
+    that cannot reach node 0's launcher. ``own`` is this node's report: "node" (its number), "host",
+    "nodes" and whatever must be equal. ``start`` is the number of earlier starts.
     """
     # in a call of its own: it ends the store
     verdict = _verdict(own, address, port, seconds, start)

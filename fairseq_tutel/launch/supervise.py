@@ -57,10 +57,7 @@ def _is_importing(process: subprocess.Popen) -> bool:
 class Supervisor:
     """Ranks that run to their end, with ``grace`` seconds between SIGTERM and SIGKILL.
 
-    Args:
-        hold_requests: whether ranks hold SIGUSR1 back, see :func:`prepare_for_requests`.
-        requested: whether the ranks get a SIGUSR1 as they start; later, whether there was one.
-
+    ``requested``: the ranks get a SIGUSR1 as they start; later, whether there was one.
     ``stopped_by`` is the signal that asked the launcher to stop, or None.
     """
 

@@ -1,8 +1,4 @@
-"""A dense model of stock fairseq, made of a set: one FFN replaces the experts of a layer.
-
-The FFN is one expert, the mean of all, or the shared expert. The function is kept if the experts
-are still equal, as right after :mod:`.upcycle`.
-"""
+"""A dense model of stock fairseq, made of a set: one FFN replaces the experts of a layer."""
 
 import logging
 from argparse import Namespace

@@ -54,14 +54,9 @@ def average(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         tensors = [model[name] for model in models]
         tied = tuple((each.data_ptr(), each.shape, each.stride()) for each in tensors)
         if tied not in means:
-            means[tied] = _mean(tensors) if value.is_floating_point() else value
+            means[tied] = value
+            if value.is_floating_point():
+                total = sum(each.double() for each in tensors)
+                means[tied] = torch.div(total, len(tensors)).to(value.dtype)
         result[name] = means[tied]
     return result
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the mean of tensors of one shape, in their dtype."""
-    total = tensors[0].double()
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return torch.div(total, len(tensors)).to(tensors[0].dtype)

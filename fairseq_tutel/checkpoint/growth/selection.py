@@ -1,7 +1,6 @@
 """Choice of the experts of a new set: new expert n is a copy of old expert ``choice[n]``.
 
 Experts, their optimizer state and the router's rows are copied bit for bit. Everything else stays.
-The load by which experts are chosen is in the run's ``expert_load.jsonl``.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 Registration, subclasses and options are used wherever fairseq has them. Elsewhere an attribute is
 replaced, once, by a function that calls the original unless experts are involved.
-``tests/integrations/fairseq/test_hooks.py`` compares the table with the attributes that change.
 """
 
 import functools
@@ -128,21 +127,15 @@ def _load_model_ensemble_and_task(original, *args, **kwargs):
 
 def _call_main(original, cfg, main, **kwargs):
     name = Path(inspect.unwrap(main).__code__.co_filename).stem
-    if _runs_experts(name, cfg):
+    path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
+    trains = name == "train" and any(moe_frequencies(cfg.model))
+    if trains or path is not None and evaluation.is_moe_checkpoint(path):
         if name == "train":
             follow_set(cfg)
         if name != "interactive":
             ranks.join_started_ranks(cfg)
         main = ranks.meet_in_time(cfg, main)
     return original(cfg, main, **kwargs)
-
-
-def _runs_experts(name: str, cfg) -> bool:
-    """Return whether a fairseq program is about to run a model with experts."""
-    if name == "train":
-        return any(moe_frequencies(cfg.model))
-    path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
-    return path is not None and evaluation.is_moe_checkpoint(path)
 
 
 def _memoize_user_dir() -> None:

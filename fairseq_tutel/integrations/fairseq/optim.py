@@ -1,8 +1,7 @@
 """``--optimizer adam --fp16-adam-stats`` without apex.
 
-Stock fairseq raises NotImplementedError without apex's ``fused_adam_cuda``, and a plugin cannot
-register a second optimizer called ``adam``. So the constructor of fairseq's class (:mod:`.hooks`)
-builds ``Adam16`` in exactly the case in which it would raise.
+A plugin cannot register a second optimizer called ``adam``. So the constructor of fairseq's class
+(:mod:`.hooks`) builds ``Adam16`` in exactly the case in which stock raises NotImplementedError.
 """
 
 import importlib.util

@@ -17,21 +17,9 @@ import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
+from .... import moe
 from ....config.options import at_least, check_ranges, option
-from ....moe import (
-    HELP_LAYERS_NAME,
-    HELP_NAMES,
-    METRIC_NAMES,
-    UTILISATION_NAMES,
-    WIRE_ERROR_NAMES,
-    WIRE_LAYERS_NAMES,
-    MoEAux,
-    RoutingCounts,
-    help_counts,
-    routing_metrics,
-    utilisation,
-    wire_errors,
-)
+from ....moe import MoEAux, RoutingCounts
 from .conditional_routing import Budget, BudgetOptions
 
 _CMR = "cmr_gate_loss"  # of conditional routing
@@ -128,19 +116,19 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
     if _CMR in total:
         log_scalar(_CMR, total[_CMR] / size, total["sample_size"], 8)
     constant = _constant_metrics(total)
-    for name in METRIC_NAMES:
+    for name in moe.METRIC_NAMES:
         if name not in constant:
             log_scalar(name, total[name] / batches, total["batch_count"])
     if _NULL in total:
         log_scalar(_NULL, total[_NULL] / batches, total["batch_count"], 2)
     for name in used:
-        if name in UTILISATION_NAMES and name not in constant:
+        if name in moe.UTILISATION_NAMES and name not in constant:
             log_scalar(name, total[name], len(passes.slots), 2)
-    for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
+    for name, layers_name in zip(moe.WIRE_ERROR_NAMES, moe.WIRE_LAYERS_NAMES, strict=True):
         if layers := total[layers_name]:  # layers that encoded rows
             log_scalar(name, total[name] / layers, layers, 6)
-    if layers := total[HELP_LAYERS_NAME]:
-        for name in HELP_NAMES:
+    if layers := total[moe.HELP_LAYERS_NAME]:
+        for name in moe.HELP_NAMES:
             log_scalar(name, total[name] / layers, layers)
     return total
 
@@ -159,11 +147,12 @@ def _has_capacity(model) -> bool:
 
 def _constant_metrics(total: dict[str, float]) -> set[str]:
     """Return the metrics that the options fix at 0 or 100; these are not logged."""
-    constant = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
+    clocks = (name for name in moe.METRIC_NAMES if name.startswith("all_to_all"))
+    constant = {name for name in clocks if not total[name]}
     if not total[_MAY_DROP]:
         constant |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
     if not total[_SECOND]:
-        constant |= {name for name in METRIC_NAMES if "2" in name or "overflow" in name}
+        constant |= {name for name in moe.METRIC_NAMES if "2" in name or "overflow" in name}
     if not total["padded_rows"]:
         constant.add("moe_util_slot")
     if total["ranks"] == 1:
@@ -191,8 +180,8 @@ def _layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
     """Return the mean over the MoE layers of every metric; empty without MoE layers."""
     if not reports:
         return {}
-    means = routing_metrics(reports).mean(1)
-    found = dict(zip(METRIC_NAMES, means.unbind(), strict=True))
+    means = moe.routing_metrics(reports).mean(1)
+    found = dict(zip(moe.METRIC_NAMES, means.unbind(), strict=True))
     if reports[0].num_null_KN is not None:
         found[_NULL] = torch.stack([aux.null_share for aux in reports]).mean()
     return found
@@ -216,7 +205,7 @@ def _finish_records(logs: Sequence[dict[str, Any]]) -> None:
     """Replace the records of the exchanges by errors on the wire and by what helpers did."""
     for log in logs:
         records = log.pop(_RECORDS, ())
-        log.update({**wire_errors(records), **help_counts(records)})
+        log.update({**moe.wire_errors(records), **moe.help_counts(records)})
 
 
 def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
@@ -235,6 +224,6 @@ def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
 
 def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
     """Return the mean over passes and layers of every metric, ``padded_rows`` and ``ranks``."""
-    means = torch.stack(utilisation(passes)).flatten(1).mean(1)
-    names = dict(zip(UTILISATION_NAMES, means, strict=True))
+    means = torch.stack(moe.utilisation(passes)).flatten(1).mean(1)
+    names = dict(zip(moe.UTILISATION_NAMES, means, strict=True))
     return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

@@ -5,13 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    MODEL_DATACLASS_REGISTRY,
-    MODEL_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq import models
 from hydra.core.config_store import ConfigStore
 
 from ..options.command_line import apply_rules
@@ -39,18 +33,18 @@ class Architecture:
     def register(self) -> None:
         """Make fairseq know the model, and its options if these have changed since."""
         schema = self.schema
-        if self.name not in MODEL_REGISTRY:
-            register_model(self.name, dataclass=schema)(self.model)
+        if self.name not in models.MODEL_REGISTRY:
+            models.register_model(self.name, dataclass=schema)(self.model)
             rules = functools.partial(apply_rules, self)
             # register_model gives the model's own arch name an empty function
-            ARCH_CONFIG_REGISTRY[self.name] = rules
+            models.ARCH_CONFIG_REGISTRY[self.name] = rules
             for ending, defaults in self.sizes.items():
                 named = functools.partial(_set_sizes, defaults, rules)
-                register_model_architecture(self.name, f"{self.name}_{ending}")(named)
-        elif MODEL_DATACLASS_REGISTRY[self.name] is not schema:
+                models.register_model_architecture(self.name, f"{self.name}_{ending}")(named)
+        elif models.MODEL_DATACLASS_REGISTRY[self.name] is not schema:
             # the three places in which register_model keeps a dataclass
             setattr(self.model, "__dataclass", schema)
-            MODEL_DATACLASS_REGISTRY[self.name] = schema
+            models.MODEL_DATACLASS_REGISTRY[self.name] = schema
             node = schema()
             node._name = self.name
             ConfigStore.instance().store(

@@ -1,11 +1,5 @@
 """MoE blocks in fairseq's transformers: any stock layer with an MoE layer as its FFN.
 
-A stock layer computes attention, then ``fc2(activation(fc1(x)))``, dropout, the residual connection
-and norms. A block repeats none of that::
-
-    class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
-        pad_mask_argument = "self_attn_padding_mask"
-
 The stock ``forward`` runs on a :class:`_View` of the layer, in which ``fc1`` is the MoE layer and
 the rest of the FFN is the identity. A view belongs to one call and holds its padding mask and
 agreement; attributes of the block would be stale when activation checkpointing runs it again.

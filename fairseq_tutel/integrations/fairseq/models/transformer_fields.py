@@ -1,8 +1,4 @@
-"""fairseq's options of an encoder-decoder transformer as one flat dataclass.
-
-Stock fairseq nests them (``model.encoder.embed_dim``), for its command line alone. The flat names
-are those of its flags, in a Hydra config too (``model.encoder_embed_dim``).
-"""
+"""fairseq's options of an encoder-decoder transformer as one flat dataclass, named as its flags."""
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses

@@ -11,17 +11,10 @@ from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, moe_frequencies, run_options
+from . import moe_stack
 from .architectures import moe_architecture
 from .conditional_routing import ConditionalRoutingOptions, gate_dropout
-from .moe_stack import (
-    LayerFactory,
-    MoEModel,
-    agree,
-    make_tuner,
-    reports_to_extra,
-    with_lora,
-    world_size,
-)
+from .moe_stack import MoEModel
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
@@ -90,13 +83,14 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         widths = args.alternate_ffn_embed_dim, args.alternate_decoder_ffn_embed_dim
         sides = list(zip(moe_frequencies(args), widths, strict=True))
         sparse = any(freq and width <= 0 for freq, width in sides)
-        run = run_options(args, TransformerMoEConfig, world_size(args) if sparse else None)
+        ranks = moe_stack.world_size(args) if sparse else None
+        run = run_options(args, TransformerMoEConfig, ranks)
         fill_sizes(args)
         cfg = TransformerConfig.from_namespace(args)
         for name, value in vars(cfg).items():
             if isinstance(value, Enum):  # text from stock's parser, and layers of forks read text
                 setattr(cfg, name, value.value)
-        factory = LayerFactory(run) if sparse else None
+        factory = moe_stack.LayerFactory(run) if sparse else None
         # the stock method builds the encoder first, and hands cfg to both builders
         cfg.sparsity = [
             Sparsity(freq, factory if width <= 0 else None, width, gate_dropout(args))
@@ -104,8 +98,8 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         ]
         model = super().build_model(cfg, task)
         del cfg.sparsity
-        model.exchange_tuner = make_tuner(run.tuner, list(model.moe_layers.values()))
-        return with_lora(model, run)
+        model.exchange_tuner = moe_stack.make_tuner(run.tuner, list(model.moe_layers.values()))
+        return moe_stack.with_lora(model, run)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):
@@ -120,7 +114,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
     def forward(self, src_tokens, src_lengths, prev_output_tokens, **options):
         """Compute the stock method; add what ``reports_to_extra`` returns to its second result."""
         stacks = (self.encoder, self.decoder)
-        steps = agree(
+        steps = moe_stack.agree(
             [list(stack.moe_layers.values()) for stack in stacks],
             [src_tokens.numel(), prev_output_tokens.numel()],
             self.decoder.embed_tokens.weight.dtype,
@@ -135,7 +129,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
             x, extra = super().forward(src_tokens, src_lengths, prev_output_tokens, **options)
         layers = list(self.moe_layers.values())
         reports = [*of_encoder, *of_decoder]
-        return x, {**(extra or {}), **reports_to_extra(reports, layers, steps[0])}
+        return x, {**(extra or {}), **moe_stack.reports_to_extra(reports, layers, steps[0])}
 
     @property
     def moe_layers(self) -> dict[str, MoELayer]:

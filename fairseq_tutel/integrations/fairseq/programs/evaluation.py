@@ -104,8 +104,11 @@ def with_options_of_today(
             args.arch = name_with_experts(args.arch)
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
-        model = state["cfg"].model
-        _drop_unknown(state["cfg"].task)
+        model, task = state["cfg"].model, state["cfg"].task
+        # newer versions of fairseq drop options that the task lacks by themselves
+        known = TASK_DATACLASS_REGISTRY.get(task.get("_name"))
+        for name in set(task) - set(known.__dataclass_fields__ if known else task):
+            del task[name]
         use_present_names(model)
         for name in set(arg_overrides) & _options() - set(model):
             # fairseq overwrites present options only, and older checkpoints lack newer ones
@@ -116,13 +119,6 @@ def with_options_of_today(
             if named != model._name and "encoder_moe_freq" in model:
                 _read_frequencies(model, state["model"])
     return checkpoint_utils._upgrade_state_dict(state)
-
-
-def _drop_unknown(task: DictConfig) -> None:
-    """Drop options that the task lacks here, as newer versions of fairseq do by themselves."""
-    known = TASK_DATACLASS_REGISTRY.get(task.get("_name"))
-    for name in set(task) - set(known.__dataclass_fields__ if known else task):
-        del task[name]
 
 
 def _options() -> set[str]:

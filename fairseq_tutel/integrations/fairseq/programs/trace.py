@@ -132,12 +132,9 @@ def trace_model(
 
 def trace_evaluation(model: Any, task: Any, options: Any) -> None:
     """Trace a model that a program has loaded for evaluation, if its options ask for it."""
-    if program() in ("fairseq-generate", "fairseq-interactive") and getattr(
-        options, "moe_trace", None
-    ):
-        raise ValueError(
-            "moe_trace: generation is not traced, only fairseq-eval-lm and fairseq-validate"
-        )
+    generates = program() in ("fairseq-generate", "fairseq-interactive")
+    if generates and getattr(options, "moe_trace", None):
+        raise ValueError("moe_trace is for fairseq-eval-lm and fairseq-validate")
     trace_model(model, task, options, ["eval"])
 
 

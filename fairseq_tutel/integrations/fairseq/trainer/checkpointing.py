@@ -9,18 +9,10 @@ import time
 from fairseq import checkpoint_utils, utils
 from fairseq.logging import meters, metrics
 
+from .... import training
 from ....checkpoint import check_complete, final_path
 from ....checkpoint.state import options_of
 from ....distributed import process_world
-from ....training import (
-    StateNames,
-    checkpoint_exists,
-    load_state,
-    load_weights,
-    own_optimizer_state,
-    save_state,
-    whole_optimizer_state,
-)
 from .sets import progress
 from .update_size import other_update_size
 
@@ -50,10 +42,10 @@ class CheckpointMixin:
         """True: every rank holds experts."""
         return True
 
-    def _state_names(self) -> StateNames:
+    def _state_names(self) -> training.StateNames:
         halves = getattr(self.optimizer, "fp16_params", ())
         copies = getattr(self.optimizer, "fp32_params", ())
-        return StateNames(
+        return training.StateNames(
             self.optimizer.params,
             {"": self._model, "criterion.": self._criterion},
             zip(halves, copies, strict=True),  # mixed precision: in the order of the originals
@@ -65,7 +57,7 @@ class CheckpointMixin:
         self.consolidate_optimizer()  # prepares what the stock method reads
         state = super().state_dict()
         if state.get("last_optimizer_state") is not None:
-            whole = whole_optimizer_state(
+            whole = training.whole_optimizer_state(
                 self.optimizer.optimizer, state["last_optimizer_state"], "saving the optimizer"
             )
             state["last_optimizer_state"] = self._state_names().to_named(whole)
@@ -86,7 +78,7 @@ class CheckpointMixin:
         logger.info("Saving checkpoint set %s", os.path.abspath(path))
         state = self.state_dict()
         state["extra_state"] = {**state["extra_state"], **extra_state}
-        save_state(path, state, self._model.moe_groups)
+        training.save_state(path, state, self._model.moe_groups)
         self.exchange_log.save()
         return os.path.abspath(path)
 
@@ -110,14 +102,14 @@ class CheckpointMixin:
         if self._model.moe_groups.simulated:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
             return None
-        if not checkpoint_exists(path):
+        if not training.checkpoint_exists(path):
             given = self.cfg.checkpoint.restore_file
             if given != "checkpoint_last.pt":
                 both = f"neither {path} nor {filename} exists"
                 raise FileNotFoundError(f"--restore-file {given}: {both}")
             logger.info("No existing checkpoint found %s", path)
             return None
-        state = load_state(
+        state = training.load_state(
             path,
             self._model.moe_groups,
             with_optimizer=not reset_optimizer,
@@ -192,9 +184,9 @@ class CheckpointMixin:
         if "num_updates" in state["optimizer_history"][-1]:
             self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
         # popped to free the memory before the optimizer's state is read
-        load_weights(self.model, state.pop("model"), path, model_cfg=self.cfg.model)
+        training.load_weights(self.model, state.pop("model"), path, model_cfg=self.cfg.model)
         if utils.has_parameters(self.get_criterion()):
-            load_weights(self.get_criterion(), state["criterion"], path)
+            training.load_weights(self.get_criterion(), state["criterion"], path)
 
     def _load_optimizer(self, optimizer_state, last, reset_lr_scheduler, overrides):
         self._build_optimizer()  # anew: it may have copied the parameters
@@ -213,7 +205,7 @@ class CheckpointMixin:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
         names = self._state_names()
         whole = names.from_named(optimizer_state, self.optimizer.state_dict())
-        own = own_optimizer_state(self.optimizer.optimizer, whole)
+        own = training.own_optimizer_state(self.optimizer.optimizer, whole)
         self.optimizer.load_state_dict(own, overrides)
         names.restore_masters(optimizer_state)
         self.set_num_updates(last["num_updates"])

@@ -35,10 +35,7 @@ def refuse_update_in_backward(cfg: Any) -> None:
 
 
 class ExpertUpdates:
-    """Updates of a trainer's experts in the backward pass; a hook of the criterion sees sizes.
-
-    ``is_filler`` says that the next batch is a dummy, which has no sample size.
-    """
+    """Updates of a trainer's experts in the backward pass; ``is_filler``: next comes a dummy."""
 
     def __init__(self, model: nn.Module, criterion: nn.Module, normalization: str):
         self._model, self._normalization = model, normalization

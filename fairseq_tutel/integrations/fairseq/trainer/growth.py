@@ -19,7 +19,7 @@ from ....checkpoint.growth import Growth, grow, held_back, history_of, why_inexa
 from ....checkpoint.state import GROWTH, options_of
 from ....command_line import RESTARTS
 from ....config import GrowAt, exchange_size
-from ....distributed import ExpertParallelGroups, possible_r, slice_size
+from ....distributed import possible_r, slice_size
 from ....moe.memory import StepMemory
 from ....moe.model import moe_layers
 from ....training import all_ranks
@@ -137,14 +137,8 @@ def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None
     """Raise ValueError if that many experts cannot be placed as the options say."""
     groups = model.moe_groups
     size = exchange_size(num_experts, groups.world_size, cfg.model.moe_expert_parallel_size)
-    grown = ExpertParallelGroups(
-        num_experts,
-        rank=groups.rank,
-        world_size=groups.world_size,
-        ep_size=size,
-        num_replicas=groups.world_size // size,
-        placement=groups.placement,
-    )
+    replicas = groups.world_size // size
+    grown = replace(groups, num_experts=num_experts, ep_size=size, num_replicas=replicas)
     r, possible = str(cfg.model.moe_parallelism_r), possible_r(grown)
     if r != "auto" and int(r) not in possible:
         raise ValueError(

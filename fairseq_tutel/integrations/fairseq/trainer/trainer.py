@@ -15,19 +15,11 @@ from ..options.held_experts import refuse_in_training
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from ..programs.trace import trace_model
+from . import parallel
 from .checkpointing import CheckpointMixin
 from .expert_updates import ExpertUpdates, refuse_update_in_backward
 from .growth import RunGrowth
 from .memory import MemoryMixin
-from .parallel import (
-    LEGACY_BACKENDS,
-    PYTORCH_BACKENDS,
-    MoEDistributedModel,
-    clip_experts_alone,
-    fit_to_slices,
-    shard_states,
-    trains_dense,
-)
 from .requeue import RequeueRequest, leave
 from .run_logs import ExchangeLog, ExpertLoadLog
 from .sets import changed
@@ -57,17 +49,11 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             how = str(cfg.model.moe_normalize_expert_grad)
             self.expert_updates = ExpertUpdates(model, criterion, how)
         logger.info(_parameters(model))
-        self.expert_load = ExpertLoadLog(
-            cfg.checkpoint.save_dir,
-            list(model.moe_layers),
-            cfg.model.moe_load_log_interval,
-            writes=self.is_data_parallel_master,
-        )
-        self.exchange_log = ExchangeLog(
-            getattr(model, "exchange_tuner", None),  # a user's model may have none
-            cfg.checkpoint.save_dir,
-            writes=self.is_data_parallel_master,
-        )
+        folder, writes = cfg.checkpoint.save_dir, self.is_data_parallel_master
+        interval = cfg.model.moe_load_log_interval
+        self.expert_load = ExpertLoadLog(folder, list(model.moe_layers), interval, writes)
+        tuner = getattr(model, "exchange_tuner", None)  # a user's model may have none
+        self.exchange_log = ExchangeLog(tuner, folder, writes)
         self.trace = trace_model(model, task, cfg.model)
         self.requeue = RequeueRequest()
         self.growth = RunGrowth(cfg, model)
@@ -82,7 +68,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         if not self.use_distributed_wrapper:
             return self._model
         if self._wrapped_model is None:
-            self._wrapped_model = MoEDistributedModel(
+            self._wrapped_model = parallel.MoEDistributedModel(
                 self.cfg.distributed_training,
                 self._model,
                 self.data_parallel_process_group,
@@ -95,11 +81,11 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         dist_cfg, name = self.cfg.distributed_training, self.cfg.optimizer._name
         with changed(dist_cfg, {"zero_sharding": "none"}):  # stock's is fairscale's
             super()._build_optimizer()
-        fit_to_slices(self._optimizer, name, self._model.moe_groups)
-        if not trains_dense([*self._model.parameters(), *self._criterion.parameters()]):
-            clip_experts_alone(self._optimizer)
+        parallel.fit_to_slices(self._optimizer, name, self._model.moe_groups)
+        if not parallel.trains_dense([*self._model.parameters(), *self._criterion.parameters()]):
+            parallel.clip_experts_alone(self._optimizer)
         if dist_cfg.zero_sharding == "os":
-            shard_states(self._optimizer, name)
+            parallel.shard_states(self._optimizer, name)
         if self.expert_updates is not None:
             self.expert_updates.attach(self._optimizer, name)
 
@@ -247,7 +233,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 def _prepare_config(cfg, model) -> None:
     """Store what follows from the whole config; ValueError if it cannot train experts."""
     dist_cfg, common = cfg.distributed_training, cfg.common
-    if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
+    if dist_cfg.ddp_backend not in (*parallel.LEGACY_BACKENDS, *parallel.PYTORCH_BACKENDS):
         given = f"--ddp-backend {dist_cfg.ddp_backend}"
         raise ValueError(f"{given} cannot train experts: use legacy_ddp or pytorch_ddp")
     refuse_separate_ranks()
