@@ -11,23 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from . import layout
 from .all_ranks import AllRanks, GatherTexts
 from .commit import visible_files
 from .io import Checksums, identity, load_file
-from .layout import (
-    MERGED,
-    SHARED,
-    CheckpointError,
-    CheckpointSet,
-    Role,
-    check_same,
-    expert_forms,
-    experts_of_rank,
-    gate_experts,
-    select_experts,
-    split_dense_expert,
-    without_aliases,
-)
+from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role
 from .state import (
     METADATA,
     MODEL,
@@ -86,7 +74,9 @@ def load_for_rank(
         wanted = range(0)
         if reader.num_experts:
             try:
-                wanted = experts_of_rank(rank, world_size, reader.num_experts, expert_parallel_size)
+                wanted = layout.experts_of_rank(
+                    rank, world_size, reader.num_experts, expert_parallel_size
+                )
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.cset.path}: {error}") from error
         state = reader.state_of(wanted, with_optimizer=with_optimizer)
@@ -202,7 +192,7 @@ class SetReader:
             if self.has_optimizer and with_optimizer:
                 parts.append((content[OPTIMIZER][NAMED_STATE], named_state))
             for stored, taken in parts:
-                new = select_experts(stored, first=number * per_file, wanted=wanted)
+                new = layout.select_experts(stored, first=number * per_file, wanted=wanted)
                 if self.check_experts:
                     checksums.check(new)
                 taken.update(new)
@@ -227,8 +217,8 @@ class SetReader:
     def _read_merged(self, state: dict[str, Any]) -> None:
         path = self.main_path
         self.shared, content = split_state(state)
-        self.num_experts, self.num_rank_files = expert_forms(content[MODEL], path)[0], 1
-        gates = gate_experts(self.shared[MODEL], content[MODEL], null_experts(state))
+        self.num_experts, self.num_rank_files = layout.expert_forms(content[MODEL], path)[0], 1
+        gates = layout.gate_experts(self.shared[MODEL], content[MODEL], null_experts(state))
         expected = self.metadata.num_experts if self.metadata else gates
         if expected not in (None, self.num_experts):
             raise CheckpointError(
@@ -241,7 +231,7 @@ class SetReader:
 
     def _read_shared(self, state: dict[str, Any]) -> None:
         self.shared = state
-        misplaced = split_dense_expert(state[MODEL])[1]
+        misplaced = layout.split_dense_expert(state[MODEL])[1]
         if misplaced:
             expert = next(iter(misplaced))
             raise CheckpointError(f"{self.main_path}: a shared file cannot hold {expert!r}")
@@ -269,11 +259,11 @@ class SetReader:
         if not ranks:
             raise CheckpointError(f"{self.cset.path_of(0)}: missing: the set has no rank file")
         first, present = self.files[ranks[0]], ranks[-1] + 1
-        model = split_dense_expert(load_state(first)[0][MODEL])[1]
-        local = expert_forms(model, first)[0]
+        model = layout.split_dense_expert(load_state(first)[0][MODEL])[1]
+        local = layout.expert_forms(model, first)[0]
         if local == 0:
             raise CheckpointError(f"{first}: holds no expert")
-        gates = gate_experts(self.shared[MODEL], model, null_experts(self.shared))
+        gates = layout.gate_experts(self.shared[MODEL], model, null_experts(self.shared))
         experts = gates or present * local
         # there may be more files: if experts are fewer than ranks, Meta's runs wrote replicas
         return experts, max(experts // local, 1)
@@ -288,10 +278,12 @@ class SetReader:
             named_state = content[OPTIMIZER][NAMED_STATE]
             parts.append((OPTIMIZER, f"{path}: optimizer state", named_state, {0, per_file}))
         for part, where, entries, counts in parts:
-            count, forms = expert_forms(entries, where)
+            count, forms = layout.expert_forms(entries, where)
             if count not in counts:
                 raise CheckpointError(f"{where}: holds {count} experts, expected {per_file}")
-            check_same(forms, self._forms.setdefault(part, forms), where, "another file of the set")
+            layout.check_same(
+                forms, self._forms.setdefault(part, forms), where, "another file of the set"
+            )
 
     def _check_membership(self, path: str, number: int, metadata: SetMetadata | None) -> None:
         """Check that a rank file comes from the same save, for the same place."""
@@ -350,5 +342,5 @@ def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
     state = load_file(path)
     check_file(state, path)
     if METADATA not in state:
-        state = {**state, MODEL: without_aliases(state[MODEL])}
+        state = {**state, MODEL: layout.without_aliases(state[MODEL])}
     return state, checksums

@@ -14,20 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from . import commit
 from .all_ranks import AllRanks
-from .commit import (
-    changing,
-    cleaning_up,
-    commit,
-    leave_in_order,
-    new_id,
-    read_record,
-    recover_set,
-    remove_temporaries,
-    temporary_path,
-    unfinished_sets,
-    visible_files,
-)
 from .io import save_file
 from .layout import (
     MERGED,
@@ -73,11 +61,11 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
         if rank == 0:
             states[SHARED] = shared
             os.makedirs(cset.directory or ".", exist_ok=True)
-            recover_set(cset)
+            commit.recover_set(cset)
         if rank < num_rank_files:
             states[rank] = mine
         local = expert_forms(mine[MODEL], f"rank {rank}")[0]
-        return json.dumps([new_id(), os.path.basename(cset.path), num_rank_files, local])
+        return json.dumps([commit.new_id(), os.path.basename(cset.path), num_rank_files, local])
 
     saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
     save_id = saves[0][0]
@@ -93,13 +81,15 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
 
     def clean(ends_by_signal: bool) -> None:
         if rank == 0:
-            leave_in_order(cset, save_id, ends_by_signal)
+            commit.leave_in_order(cset, save_id, ends_by_signal)
         elif not written:
-            remove_temporaries(cset, save_id)
+            commit.remove_temporaries(cset, save_id)
 
-    with cleaning_up(clean):
+    with commit.cleaning_up(clean):
         ranks.run_on_all_ranks(what, write)
-        ranks.run_on_first(what, lambda: commit(cset, save_id, [SHARED, *range(num_rank_files)]))
+        ranks.run_on_first(
+            what, lambda: commit.commit(cset, save_id, [SHARED, *range(num_rank_files)])
+        )
 
 
 def write_set(
@@ -140,7 +130,7 @@ def write_set(
         of_ranks = {rank: experts_of_rank(rank, num_ranks, num_experts) for rank in range(count)}
         files = {SHARED: range(0), **of_ranks}
     world_size = source.world_size if source else num_ranks or 1
-    with changing(target) as operation:
+    with commit.changing(target) as operation:
         metadata = SetMetadata(operation, world_size, len(files) - 1, num_experts)
         for number, (role, numbers) in enumerate(files.items(), start=1):
             logger.info("[%d/%d] writing %s", number, len(files), target.name_of(role))
@@ -149,7 +139,7 @@ def write_set(
                 state = split_state(state)[0 if role == SHARED else 1]
             _stage(target, role, state, metadata)
             del state  # before the next one is read
-        commit(target, operation, files)
+        commit.commit(target, operation, files)
     return target.path
 
 
@@ -198,14 +188,14 @@ def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
 
     def copy() -> None:
-        recover_set(source)
-        files = visible_files(source)
+        commit.recover_set(source)
+        files = commit.visible_files(source)
         if not files:
             raise CheckpointError(f"{source.path}: no such checkpoint")
-        with changing(target) as operation:
+        with commit.changing(target) as operation:
             for role, path in files.items():
-                _link_or_copy(path, temporary_path(target, operation, role))
-            commit(target, operation, files)
+                _link_or_copy(path, commit.temporary_path(target, operation, role))
+            commit.commit(target, operation, files)
 
     ranks.run_on_first(f"copying {src} to {dst}", copy)
 
@@ -215,10 +205,10 @@ def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
     cset = CheckpointSet.from_path(path)
 
     def remove() -> None:
-        recover_set(cset)
-        if visible_files(cset):
-            with changing(cset) as operation:
-                commit(cset, operation, ())
+        commit.recover_set(cset)
+        if commit.visible_files(cset):
+            with commit.changing(cset) as operation:
+                commit.commit(cset, operation, ())
 
     ranks.run_on_first(f"removing {path}", remove)
 
@@ -227,8 +217,8 @@ def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Finish or undo interrupted saves before a run starts; readers see the right set anyway."""
 
     def recover_all() -> None:
-        for cset in unfinished_sets(directory):
-            recover_set(cset)
+        for cset in commit.unfinished_sets(directory):
+            commit.recover_set(cset)
 
     ranks.run_on_first(f"recovering {directory}", recover_all)
 
@@ -242,7 +232,7 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
         if ranks.rank != 0:
             return None
         os.makedirs(mark.directory, exist_ok=True)
-        path = temporary_path(mark, new_id(), MERGED)
+        path = commit.temporary_path(mark, commit.new_id(), MERGED)
         with open(path, "x"):
             return path
 
@@ -255,9 +245,9 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 
     def remove_mark(ends_by_signal: bool) -> None:
         if ranks.rank == 0:
-            remove_temporaries(mark)
+            commit.remove_temporaries(mark)
 
-    with cleaning_up(remove_mark):
+    with commit.cleaning_up(remove_mark):
         path = ranks.run_on_all_ranks("writing to the save dir", leave_a_mark)[0]
         ranks.run_on_all_ranks("checking the save dir", look)
         remove_mark(False)
@@ -265,7 +255,7 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 
 def set_exists(path: str) -> bool:
     """Return whether ``path`` names a set or a merged file (complete or not)."""
-    return bool(visible_files(CheckpointSet.from_path(path)))
+    return bool(commit.visible_files(CheckpointSet.from_path(path)))
 
 
 def find_sets(directory: str, pattern: str) -> dict[str, float]:
@@ -278,11 +268,13 @@ def find_sets(directory: str, pattern: str) -> dict[str, float]:
     names = [name for name in os.listdir(directory) if name.endswith(".pt")]
     sets = {CheckpointSet.from_path(os.path.join(directory, name)) for name in names}
     # a first save that was interrupted after its record has no file under its final name yet
-    sets |= {cset for cset in unfinished_sets(directory) if read_record(cset) is not None}
+    sets |= {
+        cset for cset in commit.unfinished_sets(directory) if commit.read_record(cset) is not None
+    }
     entries = []
     for cset in sets:
         match = regex.fullmatch(os.path.basename(cset.path))
-        if match is not None and visible_files(cset):
+        if match is not None and commit.visible_files(cset):
             entries.append((float(match[1]) if regex.groups else 0.0, cset.path))
     return {path: number for number, path in sorted(entries, reverse=True)}
 
@@ -290,7 +282,9 @@ def find_sets(directory: str, pattern: str) -> dict[str, float]:
 def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata) -> None:
     """Write a member under its temporary name; ``commit`` renames it."""
     stored = replace(metadata, rank=role if isinstance(role, int) else None)
-    save_file({**state, METADATA: asdict(stored)}, temporary_path(cset, metadata.save_id, role))
+    save_file(
+        {**state, METADATA: asdict(stored)}, commit.temporary_path(cset, metadata.save_id, role)
+    )
 
 
 def _agreed_num_experts(saves: list[list[Any]]) -> int:

@@ -104,13 +104,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_commands(job: Job, env: Mapping[str, str]) -> None:
-    for rank in job.ranks:
-        new = {k: v for k, v in rank.env.items() if env.get(k) != v}
-        settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
-        sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
-
-
 def _exec_rank(job: Job) -> None:
     """Replace this process by its rank, so that signals reach the rank directly."""
     rank = job.ranks[0]
@@ -192,8 +185,11 @@ def main(argv: Sequence[str]) -> int:
         job = prepare_job(options, command, env)
         for line in job.summary.splitlines() if job.placement.rank == 0 else ():
             say(line)
+        for rank in job.ranks if options.dry_run else ():
+            new = {k: v for k, v in rank.env.items() if env.get(k) != v}
+            settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
+            sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
         if options.dry_run:
-            _print_commands(job, env)
             return 0
         _compare(job, job.report(), options)
         return _run(job, env, options, words)

@@ -5,7 +5,6 @@ y = (1 - g) FFN(x) + g MoE(x) with g = dropout(sigmoid(w x + b)), a number per t
 routed and take capacity, so it saves no computation.
 """
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
 from typing import Any, Optional
 

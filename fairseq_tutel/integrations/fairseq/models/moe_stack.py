@@ -10,15 +10,8 @@ import torch
 from fairseq import hub_utils
 from fairseq.models import BaseFairseqModel
 
-from .... import ops
+from .... import distributed, ops
 from ....config import EXPERTS
-from ....distributed import (
-    ExpertParallelGroups,
-    StepAgreement,
-    build_groups,
-    process_world,
-    sync_stacks,
-)
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....training import add_lora
 from ....tuning import ExchangeTuner
@@ -33,7 +26,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def world_size(args: Any) -> int:
     """Return the number of ranks, simulated ones included, for a model's options."""
-    return max(process_world()[1], args.moe_simulate_world_size)
+    return max(distributed.process_world()[1], args.moe_simulate_world_size)
 
 
 class LayerFactory:
@@ -45,7 +38,7 @@ class LayerFactory:
 
         register()  # stock fairseq would average the experts of different ranks
         self._run, self._numbers = run, itertools.count()
-        self.groups = build_groups(
+        self.groups = distributed.build_groups(
             run.routing.num_experts,
             expert_parallel_size=run.expert_parallel_size,
             simulate_world_size=run.simulate_world_size,
@@ -112,7 +105,7 @@ def agree(
     dtype: torch.dtype,
     tuner: ExchangeTuner | None,
     generating: bool,
-) -> list[StepAgreement]:
+) -> list[distributed.StepAgreement]:
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
     Args:
@@ -123,7 +116,7 @@ def agree(
             if experts are spread over ranks.
     """
     sparse = [i for i, layers in enumerate(stacks) if layers]
-    steps = list(map(StepAgreement, counts))
+    steps = list(map(distributed.StepAgreement, counts))
     if not sparse or not (groups := stacks[sparse[0]][0].groups).needs_sync:
         return steps
     if generating:
@@ -138,14 +131,14 @@ def agree(
         agreed = tuner.agree_stacks(counts, dtype)
     else:
         settings = [stacks[i][0].step_settings(dtype) for i in sparse]
-        agreed = sync_stacks(counts, settings, groups)
+        agreed = distributed.sync_stacks(counts, settings, groups)
     for i, step in zip(sparse, agreed, strict=True):
         steps[i] = step
     return steps
 
 
 def reports_to_extra(
-    reports: list[MoEAux], layers: Sequence[MoELayer], step: StepAgreement
+    reports: list[MoEAux], layers: Sequence[MoELayer], step: distributed.StepAgreement
 ) -> dict[str, Any]:
     """Return what a model gives to the criterion beside its output.
 
@@ -192,6 +185,6 @@ class MoEModel:
         add_meta_flags(parser)
 
     @property
-    def moe_groups(self) -> ExpertParallelGroups | None:
+    def moe_groups(self) -> distributed.ExpertParallelGroups | None:
         """Placement of the experts; None without MoE layers."""
         return next((layer.groups for layer in self.moe_layers.values()), None)

@@ -1,6 +1,5 @@
 """fairseq's options of an encoder-decoder transformer as one flat dataclass, named as its flags."""
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Optional

@@ -1,6 +1,5 @@
 """``--arch transformer_lm_gpt_moe``: fairseq's GPT-style language model with MoE layers."""
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
 from typing import Optional
 

@@ -1,6 +1,5 @@
 """``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers."""
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Optional

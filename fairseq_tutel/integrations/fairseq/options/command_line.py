@@ -5,7 +5,6 @@ accepted, with a line that says why. A flag that would change the result is refu
 instead. Architectures add the training flags, hooks.py those of the evaluation programs.
 """
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 import argparse
 import dataclasses
 import importlib.util

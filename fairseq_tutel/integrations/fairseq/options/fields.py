@@ -5,7 +5,6 @@
 experts after the models' dataclasses exist: :func:`with_registered` adds their names and options.
 """
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses
 import functools
 from collections.abc import Iterator

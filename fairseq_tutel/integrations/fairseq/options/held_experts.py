@@ -1,6 +1,5 @@
 """How a model holds its experts: options of low-rank updates (LoRA), and of storage."""
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
 from typing import Any, Optional
 
