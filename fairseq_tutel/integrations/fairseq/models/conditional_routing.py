@@ -6,7 +6,7 @@ routed and take capacity, so it saves no computation.
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import nn
@@ -60,8 +60,3 @@ class ConditionalRouting(nn.Module):
             tokens = tokens - padded.sum()
         y = (1 - share) * dense + share * sparse
         return y, torch.stack([share.float().sum(), tokens])
-
-
-def gate_dropout(args: Any) -> Optional[float]:
-    """Return the dropout of the gate from a model's options; None without conditional routing."""
-    return args.cmr_gate_drop if args.moe_cmr else None

@@ -12,7 +12,7 @@ from ....moe import MoELayer
 from ..options.options import MoEOptions, moe_frequencies, run_options
 from . import moe_stack
 from .architectures import moe_architecture
-from .conditional_routing import ConditionalRoutingOptions, gate_dropout
+from .conditional_routing import ConditionalRoutingOptions
 from .moe_stack import MoEModel
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
@@ -91,8 +91,9 @@ class TransformerMoE(MoEModel, TransformerModelBase):
                 setattr(cfg, name, value.value)
         factory = moe_stack.LayerFactory(run) if sparse else None
         # the stock method builds the encoder first, and hands cfg to both builders
+        gate_dropout = args.cmr_gate_drop if args.moe_cmr else None
         cfg.sparsity = [
-            Sparsity(freq, factory if width <= 0 else None, width, gate_dropout(args))
+            Sparsity(freq, factory if width <= 0 else None, width, gate_dropout)
             for freq, width in sides
         ]
         model = super().build_model(cfg, task)

@@ -1,9 +1,8 @@
 """How a model holds its experts: options of low-rank updates (LoRA), and of storage."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
-from ....config import GrowAt
 from ....config.options import above, as_flag, at_least, option
 
 EXPERT_DTYPES = ("same", "bf16", "int8")
@@ -26,12 +25,6 @@ class LoRAOptions:
         above(0),
         group="size",
     )
-
-
-def refuse_growth_of_updates(growth: Optional[GrowAt], rank: int) -> None:
-    """Raise ValueError for a run that grows and trains low-rank updates (LoRA)."""
-    if growth is not None and rank:
-        raise ValueError(f"--moe-grow-at {growth} or --moe-lora-rank {rank}: give one of them")
 
 
 def expert_storage(args: Any) -> str:

@@ -22,7 +22,7 @@ from ....config import (
 )
 from ....config.options import FRACTION, as_flag, at_least, check_ranges, option, with_flags
 from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
-from .held_experts import EXPERT_DTYPES, LoRAOptions, expert_storage, refuse_growth_of_updates
+from .held_experts import EXPERT_DTYPES, LoRAOptions, expert_storage
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,9 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
             "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
             "--moe-expert-count states their number"
         )
-    refuse_growth_of_updates(GrowAt.of(args.moe_grow_at), args.moe_lora_rank)
+    growth, rank = GrowAt.of(args.moe_grow_at), args.moe_lora_rank
+    if growth is not None and rank:
+        raise ValueError(f"--moe-grow-at {growth} or --moe-lora-rank {rank}: give one of them")
     experts = ExpertConfig(**values_of(ExpertConfig, args))
     routing = moe_config(args, args.moe_expert_count or num_ranks or 2**31)
     placement = str(args.moe_expert_placement)
