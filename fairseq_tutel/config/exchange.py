@@ -29,9 +29,7 @@ class ExchangeConfig:
         or_auto=True,
     )
     ranks_per_node: int = option(
-        0,
-        "ranks per node, for exchanges that know nodes; 0: as the machines are",
-        at_least(0),
+        0, "ranks per node, for exchanges that know nodes; 0: as the machines are", at_least(0)
     )
     overlap_degree: int = option(
         1,

@@ -38,9 +38,7 @@ class MoEConfig:
         flag_default=None,
     )
     eval_capacity_factor: float = option(
-        0.0,
-        "capacity in evaluation, as `capacity_factor`; 0: no limit",
-        flag_default=None,
+        0.0, "capacity in evaluation, as `capacity_factor`; 0: no limit", flag_default=None
     )
     eval_capacity_token_fraction: float = option(
         0.0,

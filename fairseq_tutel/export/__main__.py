@@ -40,24 +40,15 @@ def build_parser() -> argparse.ArgumentParser:
     hub.set_defaults(run=_export_huggingface)
     hub.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     hub.add_argument("folder", metavar="FOLDER", type=Path, help="must be new or empty")
-    hub.add_argument(
-        "--data",
-        type=Path,
-        help="dict.txt, or its folder (default: the data that the checkpoint names)",
-    )
-    hub.add_argument(
-        "--sentencepiece-model", type=Path, metavar="FILE", help="split text by sentencepiece"
-    )
+    hub.add_argument("--data", type=Path, help="dict.txt, or its folder (default: the data that "
+                     "the checkpoint names)")  # fmt: skip
+    hub.add_argument("--sentencepiece-model", type=Path, metavar="FILE",
+                     help="split text by sentencepiece")  # fmt: skip
     for name, file in (("encoder-json", "encoder.json"), ("vocab-bpe", "vocab.bpe")):
         text = f"{file}: split text into GPT-2's byte pairs (give both files)"
         hub.add_argument(f"--gpt2-{name}", type=Path, metavar="FILE", help=text)
-    hub.add_argument(
-        "--max-file-gb",
-        type=in_range(float, above(0)),
-        default=5.0,
-        metavar="N",
-        help="largest file of weights, in 10^9 bytes (default %(default)s)",
-    )
+    hub.add_argument("--max-file-gb", type=in_range(float, above(0)), default=5.0, metavar="N",
+                     help="largest file of weights, in 10^9 bytes (default 5.0)")  # fmt: skip
     ahead = commands.add_parser(
         "aot", help="write an AOTInductor package, which a C++ program runs without Python"
     )
@@ -66,18 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     ahead.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     ahead.add_argument("package", metavar="NAME.pt2", type=Path, help="must not exist")
-    ahead.add_argument(
-        "--layer",
-        type=in_range(int, at_least(0)),
-        metavar="N",
-        help="export one decoder layer's router and experts (counted from 0)",
-    )
-    ahead.add_argument(
-        "--device",
-        default="cpu",
-        choices=("cpu", "cuda"),
-        help="device of the package, which this machine must have (default %(default)s)",
-    )
+    ahead.add_argument("--layer", type=in_range(int, at_least(0)), metavar="N", help="export one "
+                       "decoder layer's router and experts (counted from 0)")  # fmt: skip
+    ahead.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the "
+                       "package, which this machine must have (default %(default)s)")  # fmt: skip
     return parser
 
 

@@ -150,8 +150,6 @@ def _compile(
     with torch.no_grad():
         program = torch.export.export(module, (example,), dynamic_shapes=(dict(sizes),))
         torch._inductor.aoti_compile_and_package(
-            program,
-            package_path=str(path),
-            inductor_configs={"aot_inductor.metadata": dict(facts)},
+            program, package_path=str(path), inductor_configs={"aot_inductor.metadata": dict(facts)}
         )
     return path

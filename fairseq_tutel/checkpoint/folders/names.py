@@ -34,10 +34,7 @@ _NLLB = (
     (_LAYER_OF + r"final_layer_norm\.(\w+)", r"model.\1.ff_layer_norm.\2"),
     (_LAYER_OF + r"(fc[12]\.\w+)", r"model.\1.ffn.\2"),
     (_LAYER_OF + r"moe_layer\.gate\.wg\.weight", r"model.\1.ffn.router.classifier.weight"),
-    (
-        _LAYER_OF + r"moe_layer\.experts\.(\d+)\.(fc[12]\.\w+)",
-        r"model.\1.ffn.experts.expert_\2.\3",
-    ),
+    (_LAYER_OF + r"moe_layer\.experts\.(\d+)\.(fc[12]\.\w+)", r"model.\1.ffn.experts.expert_\2.\3"),
     (r"((?:en|de)coder\.layer_norm\.\w+)", r"model.\1"),
 )
 # entries of fairseq and of the layer that are no weights

@@ -50,8 +50,7 @@ class MoEOptions(
         at_least(0),
     )
     moe_grow_at: Optional[str] = _size(
-        None,
-        "UPDATE:E: continue with E experts after that update; needs the launcher",
+        None, "UPDATE:E: continue with E experts after that update; needs the launcher"
     )
     moe_growth_updates: int = _size(
         0,
