@@ -149,10 +149,8 @@ class SetReader:
             check_complete(state, self.main_path)
         self.has_optimizer = optimizer_is_named(state.get(OPTIMIZER))
         if not self.has_optimizer and state.pop(OPTIMIZER, None) is not None:
-            logger.warning(
-                "%s: its optimizer state is not keyed by parameter name; loading without it",
-                self.main_path,
-            )
+            text = "%s: its optimizer state is not keyed by parameter name; loading without it"
+            logger.warning(text, self.main_path)
         if self.kind == MERGED:
             self._read_merged(state)
         else:

@@ -40,17 +40,14 @@ class LayerFactory:
         self._run, self._numbers = run, itertools.count()
         self.groups = distributed.build_groups(
             run.routing.num_experts,
-            expert_parallel_size=run.expert_parallel_size,
-            simulate_world_size=run.simulate_world_size,
-            placement=run.placement,
+            expert_parallel_size=run.args.moe_expert_parallel_size,
+            simulate_world_size=run.args.moe_simulate_world_size,
+            placement=str(run.args.moe_expert_placement),
         )
         if self.groups.simulated:
-            logger.warning(
-                "SIMULATION: this process is one rank of %d; all-to-alls are local copies and the "
-                "losses mean nothing",
-                self.groups.world_size,
-            )
-        ops.set_backend(run.backend)
+            text = "SIMULATION of one rank of %d: all-to-alls are local, and the losses mean nothing"
+            logger.warning(text, self.groups.world_size)
+        ops.set_backend(str(run.args.moe_backend))
 
     def build(self, cfg: Any, side: Any) -> MoELayer:
         """Build the next layer by a TransformerConfig and its part for the encoder or decoder."""
@@ -59,7 +56,7 @@ class LayerFactory:
         reads = EXPERTS.get(experts.expert_network).uses_activation or experts.shared_expert_dim
         return MoELayer(
             side.embed_dim,
-            hidden_dim=run.hidden_dim or side.ffn_embed_dim,
+            hidden_dim=run.args.moe_expert_ffn_dim or side.ffn_embed_dim,
             config=run.routing,
             activation=str(cfg.activation_fn) if reads else "gelu",
             groups=self.groups,
@@ -68,19 +65,19 @@ class LayerFactory:
             # some forks have no relu_dropout, the older name
             activation_dropout=cfg.activation_dropout or getattr(cfg, "relu_dropout", None) or 0.0,
             # LoRA takes over the experts of the whole model and holds them by itself
-            expert_storage="stacked" if run.lora_rank else run.storage,
+            expert_storage="stacked" if run.args.moe_lora_rank else run.storage,
             exchange=run.exchange,
-            record_exchange_time=run.record_exchange_time,
-            skip_exchange=run.skip_exchange,
+            record_exchange_time=run.args.record_a2a_perf_stats,
+            skip_exchange=run.args.dummy_a2a,
             layer_index=next(self._numbers),
         )
 
 
 def with_lora(model: Model, run: RunOptions) -> Model:
     """Give the experts low-rank updates and freeze the rest, if ``--moe-lora-rank`` asks for it."""
-    if run.lora_rank:
+    if rank := run.args.moe_lora_rank:
         storage = "same" if run.storage == "stacked" else run.storage
-        add_lora(model, run.lora_rank, run.lora_alpha, storage=storage)
+        add_lora(model, rank, run.args.moe_lora_alpha, storage=storage)
     return model
 
 

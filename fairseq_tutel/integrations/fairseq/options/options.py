@@ -158,19 +158,11 @@ class TunerOptions:
 class RunOptions:
     """All that a model's MoE layers are built from. :func:`run_options` makes it once per model."""
 
+    args: Any  # the model's options
     routing: MoEConfig
     exchange: ExchangeConfig
     experts: ExpertConfig
-    hidden_dim: Optional[int]  # of the experts; None: that of dense layers
     storage: str  # expert_storage of the layers
-    lora_rank: int  # 0: none
-    lora_alpha: float
-    placement: str
-    expert_parallel_size: int
-    simulate_world_size: int
-    backend: str
-    record_exchange_time: bool
-    skip_exchange: bool
     tuner: Optional[TunerOptions]  # None: nothing is tuned
 
 
@@ -231,28 +223,13 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
         raise ValueError(f"--moe-grow-at {growth} or --moe-lora-rank {rank}: give one of them")
     experts = ExpertConfig(**values_of(ExpertConfig, args))
     routing = moe_config(args, args.moe_expert_count or num_ranks or 2**31)
-    placement = str(args.moe_expert_placement)
-    if routing.local_drop and placement == "sliced":
+    if routing.local_drop and str(args.moe_expert_placement) == "sliced":
         raise ValueError(
             f"--moe-local-drop {routing.local_drop} leaves tokens on their rank, and "
             "--moe-expert-placement sliced has parts of experts there: give one of them"
         )
-    return RunOptions(
-        routing=routing,
-        exchange=exchange_config(args),
-        experts=experts,
-        hidden_dim=args.moe_expert_ffn_dim,
-        storage=expert_storage(args),
-        lora_rank=args.moe_lora_rank,
-        lora_alpha=args.moe_lora_alpha,
-        placement=placement,
-        expert_parallel_size=args.moe_expert_parallel_size,
-        simulate_world_size=args.moe_simulate_world_size,
-        backend=str(args.moe_backend),
-        record_exchange_time=args.record_a2a_perf_stats,
-        skip_exchange=args.dummy_a2a,
-        tuner=_tuner_options(args),
-    )
+    exchange, storage, tuner = exchange_config(args), expert_storage(args), _tuner_options(args)
+    return RunOptions(args, routing, exchange, experts, storage, tuner)
 
 
 def _check_stock_options(args: Any) -> None:
