@@ -45,7 +45,7 @@ class LayerFactory:
             placement=str(run.args.moe_expert_placement),
         )
         if self.groups.simulated:
-            text = "SIMULATION of one rank of %d: all-to-alls are local, and the losses mean nothing"
+            text = "SIMULATION: this process is one rank of %d, and the losses mean nothing"
             logger.warning(text, self.groups.world_size)
         ops.set_backend(str(run.args.moe_backend))
 
