@@ -14,19 +14,11 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 SAME = "as in Python"  # the default of option(flag_default=)
 # by the name of a field's type, because postponed annotations are texts
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str)}
-
-
-class Implementations(Protocol):
-    """Registry of implementations, as an option sees it whose values are their names."""
-
-    def get(self, name: str) -> Any: ...
-
-    def options(self, name: str, given: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def option(
     allowed: Range | None = None,
     *,
     choices: Sequence[Any] | None = None,
-    registry: Implementations | None = None,
+    registry: Any = None,
     options: str | None = None,
     flag: str | None = None,
     alias: str | None = None,
@@ -92,7 +84,7 @@ def option(
         help: effect of the option.
         allowed: range of a number (default: any finite one).
         choices: allowed values (default: any).
-        registry: the value names one of these implementations.
+        registry: ``Registry`` of implementations, one of which the value names.
         options: name of the field that holds the options of that implementation.
         flag: name on the command line (default: made from the field's name).
         alias: former flag, still accepted.

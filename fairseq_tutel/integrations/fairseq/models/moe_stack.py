@@ -16,7 +16,7 @@ from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.command_line import add_meta_flags
-from ..options.options import RunOptions, TunerOptions
+from ..options.options import RunOptions
 from .shared_decoding import SharedDecoding
 
 logger = logging.getLogger(__name__)
@@ -81,19 +81,20 @@ def with_lora(model: Model, run: RunOptions) -> Model:
     return model
 
 
-def make_tuner(options: TunerOptions | None, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
+def make_tuner(run: RunOptions, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
     """Return the tuner of a model's layers; None if there is nothing to choose. Collective."""
-    if options is None or not layers:
+    if not run.tuned or not layers:
         return None
-    how = {"steps": options.steps, "max_loss": options.max_loss}
-    if options.file is None:
+    how = {"steps": run.args.moe_tune_steps, "max_loss": run.args.moe_tune_max_loss}
+    file = run.args.moe_tune_file
+    if file is None:
         needed = layers[0].groups.needs_sync
-        return ExchangeTuner(layers, options.fields, **how) if needed else None
+        return ExchangeTuner(layers, run.tuned, **how) if needed else None
     try:
-        pinned = Path(options.file).read_text(encoding="utf-8")
-        return ExchangeTuner(layers, options.fields, **how, pinned=pinned)
+        pinned = Path(file).read_text(encoding="utf-8")
+        return ExchangeTuner(layers, run.tuned, **how, pinned=pinned)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--moe-tune-file {options.file!r}: {error}") from None
+        raise ValueError(f"--moe-tune-file {file!r}: {error}") from None
 
 
 def agree(

@@ -104,7 +104,7 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
             embed_tokens,
             no_encoder_attn=True,
         )
-        decoder.exchange_tuner = make_tuner(run.tuner, list(decoder.moe_layers.values()))
+        decoder.exchange_tuner = make_tuner(run, list(decoder.moe_layers.values()))
         return with_lora(cls(decoder), run)
 
     @classmethod

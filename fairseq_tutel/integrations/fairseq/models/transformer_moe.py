@@ -98,7 +98,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         ]
         model = super().build_model(cfg, task)
         del cfg.sparsity
-        model.exchange_tuner = moe_stack.make_tuner(run.tuner, list(model.moe_layers.values()))
+        model.exchange_tuner = moe_stack.make_tuner(run, list(model.moe_layers.values()))
         return moe_stack.with_lora(model, run)
 
     @classmethod

@@ -145,16 +145,6 @@ class MoEOptions(
 
 
 @dataclass(frozen=True)
-class TunerOptions:
-    """Options of the exchange tuner."""
-
-    fields: tuple[str, ...]  # of ExchangeConfig, which the tuner chooses
-    steps: int
-    max_loss: float
-    file: Optional[str]
-
-
-@dataclass(frozen=True)
 class RunOptions:
     """All that a model's MoE layers are built from. :func:`run_options` makes it once per model."""
 
@@ -163,7 +153,7 @@ class RunOptions:
     exchange: ExchangeConfig
     experts: ExpertConfig
     storage: str  # expert_storage of the layers
-    tuner: Optional[TunerOptions]  # None: nothing is tuned
+    tuned: tuple[str, ...]  # fields of ExchangeConfig that the tuner chooses
 
 
 # options of fairseq's models
@@ -228,8 +218,8 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
             f"--moe-local-drop {routing.local_drop} leaves tokens on their rank, and "
             "--moe-expert-placement sliced has parts of experts there: give one of them"
         )
-    exchange, storage, tuner = exchange_config(args), expert_storage(args), _tuner_options(args)
-    return RunOptions(args, routing, exchange, experts, storage, tuner)
+    exchange, storage = exchange_config(args), expert_storage(args)
+    return RunOptions(args, routing, exchange, experts, storage, _tuned_fields(args))
 
 
 def _check_stock_options(args: Any) -> None:
@@ -318,14 +308,14 @@ def exchange_config(args: Any) -> ExchangeConfig:
     return ExchangeConfig(**values)
 
 
-def _tuner_options(args: Any) -> Optional[TunerOptions]:
-    """Return None if nothing is tuned; raise ValueError for options that exclude tuning."""
+def _tuned_fields(args: Any) -> tuple[str, ...]:
+    """Return the fields of ExchangeConfig to tune; ValueError for options that exclude tuning."""
     fields = tuple(field for field, flag in TUNED.items() if str(getattr(args, flag)) == "auto")
     if not fields:
         if args.moe_tune_file is not None:
             choices = f"give {' or '.join(as_flag(flag, 'auto') for flag in TUNED.values())}"
             raise ValueError(f"--moe-tune-file {args.moe_tune_file}: nothing is tuned: {choices}")
-        return None
+        return ()
     autos = " and ".join(as_flag(TUNED[field], "auto") for field in fields)
     simulated = args.moe_simulate_world_size
     for flag, on in (
@@ -335,4 +325,4 @@ def _tuner_options(args: Any) -> Optional[TunerOptions]:
     ):
         if on:
             raise ValueError(f"{autos} cannot be combined with {flag}")
-    return TunerOptions(fields, args.moe_tune_steps, args.moe_tune_max_loss, args.moe_tune_file)
+    return fields
