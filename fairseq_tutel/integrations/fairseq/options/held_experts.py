@@ -1,30 +1,10 @@
-"""How a model holds its experts: options of low-rank updates (LoRA), and of storage."""
+"""How a model holds its experts: the storage that its options ask for."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from ....config.options import above, as_flag, at_least, option
+from ....config.options import as_flag
 
 EXPERT_DTYPES = ("same", "bf16", "int8")
-
-
-@dataclass
-class LoRAOptions:
-    """Base of a model's dataclass."""
-
-    moe_lora_rank: int = option(
-        0,
-        "> 0: train only low-rank updates of this rank of the experts' weights (LoRA), as with "
-        "--finetune-from-model",
-        at_least(0),
-        group="size",
-    )
-    moe_lora_alpha: float = option(
-        16.0,
-        "with --moe-lora-rank: factor of the updates, divided by the rank",
-        above(0),
-        group="size",
-    )
 
 
 def expert_storage(args: Any) -> str:

@@ -20,9 +20,9 @@ from ....config import (
     MoEConfig,
     OptionError,
 )
-from ....config.options import FRACTION, as_flag, at_least, check_ranges, option, with_flags
+from ....config.options import FRACTION, above, as_flag, at_least, check_ranges, option, with_flags
 from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
-from .held_experts import EXPERT_DTYPES, LoRAOptions, expert_storage
+from .held_experts import EXPERT_DTYPES, expert_storage
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,18 @@ _size, _routing, _communication, _debugging = (
 
 
 @dataclass
-class MoEOptions(
-    LoRAOptions, schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)
-):
+class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)):
     """Base of a model's dataclass: the layers' options, and those of a training run."""
 
+    moe_lora_rank: int = _size(
+        0,
+        "> 0: train only low-rank updates of this rank of the experts' weights (LoRA), as with "
+        "--finetune-from-model",
+        at_least(0),
+    )
+    moe_lora_alpha: float = _size(
+        16.0, "with --moe-lora-rank: factor of the updates, divided by the rank", above(0)
+    )
     moe_freq: int = _size(
         2,
         "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers",
