@@ -175,10 +175,7 @@ class SetReader:
     def experts(
         self, wanted: range, *, with_optimizer: bool = True
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return tensors and optimizer state of the experts with these global numbers, checked.
-
-        Both are dicts by parameter name, with experts numbered from 0; the state may be empty.
-        """
+        """Return tensors and optimizer state (or {}) of these experts by name, numbered from 0."""
         model: dict[str, Any] = {}
         named_state: dict[str, Any] = {}
         if not wanted:
@@ -299,10 +296,7 @@ class SetReader:
 
 
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """Return the set of ``path``, its files as a reader must see them, and "set" or "merged".
-
-    CheckpointError if nothing has that name, both kinds have it, or the shared file is missing.
-    """
+    """Return the set of ``path``, its files as a reader must see them, and "set" or "merged"."""
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
     members = sorted(cset.name_of(role) for role in files if role != MERGED)

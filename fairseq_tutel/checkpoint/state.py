@@ -173,10 +173,7 @@ def map_state(
 
 
 def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a rank's state into shared file and rank file; CheckpointError for another form.
-
-    Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
-    """
+    """Split a rank's state into shared file and rank file, which share cfg and counters."""
     if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
         raise CheckpointError(f"a state must be a dict with the parameters under {MODEL!r}")
     common = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER, METADATA)}

@@ -164,10 +164,7 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 
 
 def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
-    """Write a copy as one file, experts numbered globally; see :func:`reshard`.
-
-    ``with_optimizer`` keeps the optimizer state; CheckpointError if there is none.
-    """
+    """Write a copy as one file, experts numbered globally; see :func:`reshard`."""
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:
         raise CheckpointError(f"{src}: has no optimizer state that could be merged")

@@ -38,10 +38,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with the result of ``main``; quietly if the reader of its output has ended (``| head``).
-
-    Lines that importing fairseq would print are left out.
-    """
+    """Exit with the result of ``main``; quietly if its output has no reader (``| head``)."""
     silence_imports()
     try:
         status = main()

@@ -101,10 +101,7 @@ class Registry:
         }
 
     def options_of_flags(self, name: str, values: Any) -> Options:
-        """Return :meth:`options` from attributes named as flags; without one, the default.
-
-        ValueError is also raised for an option of another class that is set.
-        """
+        """Return :meth:`options` from attributes named as flags; ValueError for another class's."""
         mine, given = self.flags(name), {}
         for flag, field in self.flags().items():
             value = getattr(values, flag, field.default)

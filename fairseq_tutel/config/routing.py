@@ -316,10 +316,7 @@ class MoEConfig:
         return 1 if self.balance_choices == "first" else self.top_k
 
     def capacity(self, num_tokens: int, training: bool) -> int | None:
-        """Return C, the most rows that a rank may send to an expert; None: no limit.
-
-        ``num_tokens`` is T, the largest of all ranks.
-        """
+        """Return C, the most rows that a rank may send to an expert, or None; T is the largest."""
         if not training and self.eval_capacity_token_fraction > 0:
             return math.ceil(self.eval_capacity_token_fraction * num_tokens)
         factor = self.capacity_factor if training else self.eval_capacity_factor

@@ -14,10 +14,7 @@ NETWORKS = ("ffn", "swiglu", "geglu", "clamped_swiglu")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Config of a layer with experts in evaluation, without a capacity.
-
-    ``huggingface_files/configuration_fairseq_moe.py`` says what each field means.
-    """
+    """Config of a layer with experts in evaluation; see ``configuration_fairseq_moe.py``."""
 
     hidden_size: int
     num_experts: int

@@ -153,10 +153,7 @@ def given_bindings(
     gpus: Sequence[Gpu | None],
     mine: Iterable[int],
 ) -> list[RankBinding]:
-    """Return the bindings that ``--bind 0-11:12-23`` names, one CPU list per local rank.
-
-    ValueError for a list that is wrong, empty, or not ``allowed`` for a rank in ``mine``.
-    """
+    """Return the bindings that ``--bind 0-11:12-23`` names; ValueError if they do not fit."""
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
     except ValueError as error:

@@ -202,10 +202,7 @@ def check_user_dir(command: Command) -> None:
 def rank_options(
     command: Command, *, rank: int, world_size: int, device: int, shared_node: bool, cpu: bool
 ) -> dict[str, str | None]:
-    """Return the options that a rank needs and the user did not give, by key; None: a bare flag.
-
-    ValueError names both sides if the user's options contradict the rank.
-    """
+    """Return the options that a rank needs and the user did not give, by key; None: a bare flag."""
     if command.kind == "script":
         return {}
     if command.kind == "single" and world_size > 1:

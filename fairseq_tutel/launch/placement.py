@@ -61,10 +61,7 @@ def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
 
 
 def adopt(env: Mapping[str, str]) -> Placement | None:
-    """Return the rank that torchrun, mpirun or srun gave this process; None if there is none.
-
-    What a starter leaves out follows from the rest, if all nodes have equally many ranks.
-    """
+    """Return the rank that torchrun, mpirun or srun gave this process; None if there is none."""
     starter = next((each for each in STARTERS if each.is_here(env)), None)
     if starter is None:
         return None

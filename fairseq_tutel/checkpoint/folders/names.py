@@ -51,10 +51,7 @@ class Place(NamedTuple):
 
 
 def place_in_layer(key: str, config: Any) -> Place | None:
-    """Return the place of a tensor by its name in an MoE layer's state dict; None if it has none.
-
-    The tensors of one expert are parts of a tensor of all. ``config``: fields of ``config.json``.
-    """
+    """Return the place of a tensor by its name in an MoE layer's state dict, or None."""
     match = _EXPERT.fullmatch(key)
     if match is None:
         return _renamed(key, _MOE)

@@ -21,10 +21,7 @@ _SAME = (
 
 
 def check_alike(files: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise CheckpointError if models, (path, shared state) each, differ from the first one.
-
-    Options that one of two states lacks are not compared; names and forms of all tensors are.
-    """
+    """Raise CheckpointError if models, (path, shared state) each, differ from the first one."""
     (first, state), *others = files
     for other, other_state in others:
         both = options_of(state), options_of(other_state)

@@ -45,10 +45,7 @@ class Budget:
         self.weight, self.share, self.over_ranks = weight, share, over_ranks
 
     def __call__(self, reports: Sequence[MoEAux], sample_size: float) -> Optional[torch.Tensor]:
-        """Return n C of a batch of sample size n, an fp32 scalar; None without weight or shares.
-
-        Collective with ``over_ranks``.
-        """
+        """Return n C for a sample size n, an fp32 scalar; None without weight or shares."""
         shares = [aux.share_of_layer for aux in reports if aux.share_of_layer is not None]
         if not shares or not self.weight:
             return None

@@ -64,10 +64,7 @@ class MoECriterion:
     def add_gate_loss(
         self, loss: torch.Tensor, model, net_output, sample: dict[str, Any]
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
-        """Return (loss with the gate loss, sample size, logging output) of a batch.
-
-        ``loss`` is the criterion's own loss, a scalar or one number per token.
-        """
+        """Return (loss with the gate loss, sample size, logging output) of a batch."""
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         # some models return a tensor or None beside their output
         extra = net_output[1] if isinstance(net_output[1], dict) else {}

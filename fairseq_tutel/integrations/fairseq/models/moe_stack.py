@@ -106,12 +106,8 @@ def agree(
 ) -> list[distributed.StepAgreement]:
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
-    Args:
-        stacks, counts: MoE layers and tokens of each stack.
-        dtype: of the experts' rows.
-        tuner: chooses the exchange in training.
-        generating: the pass computes one more token per sentence, or only the encoder. ValueError
-            if experts are spread over ranks.
+    ``stacks`` and ``counts`` are MoE layers and tokens of each stack. ``generating``: the pass
+    computes one more token per sentence, or only the encoder; ValueError if experts are spread.
     """
     sparse = [i for i, layers in enumerate(stacks) if layers]
     steps = list(map(distributed.StepAgreement, counts))

@@ -130,10 +130,7 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
     ):
-        """Compute the stock method; add what :func:`reports_to_extra` returns to its second result.
-
-        Nothing is added if the model has opened the scope, or if nobody reads it.
-        """
+        """Compute the stock method; add :func:`reports_to_extra` to its result if it is read."""
         run = functools.partial(
             super().extract_features, prev_output_tokens, encoder_out, incremental_state, **options
         )

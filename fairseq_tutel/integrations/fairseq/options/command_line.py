@@ -98,10 +98,7 @@ def with_evaluation_flags(config: type) -> type:
 
 
 def apply_rules(row: Any, args: argparse.Namespace) -> None:
-    """Adapt parsed arguments to an architecture (:class:`~..models.Architecture`), in place.
-
-    Tasks that cannot train such a model and contradicting options end the program.
-    """
+    """Adapt parsed arguments to an ``Architecture``, or end the program if they do not fit."""
     _refuse_task(row, args)
     lines = _replace_meta_flags(args)
     if getattr(args, "distributed_rank", 0) == 0:

@@ -8,10 +8,7 @@ _PACKAGE = "fairseq_cli"
 
 
 def program() -> str | None:
-    """Return the name of the console script, such as ``fairseq-train``; None for other programs.
-
-    It may run as a module, as a file, or by ``python -c "from fairseq_cli.train import ..."``.
-    """
+    """Return the name of the console script, such as ``fairseq-train``; None for other programs."""
     script = os.path.basename(sys.argv[0])
     if script.startswith("fairseq-"):
         return script

@@ -35,10 +35,9 @@ class MemoryMixin:
     """Memory methods of :class:`~.trainer.MoETrainer`."""
 
     def memory_of_step(self, num_experts: int | None = None) -> StepMemory | None:
-        """Estimate what a training step of this rank needs at its peak, with full batches.
+        """Estimate what a training step needs at its peak; None if the planner cannot.
 
-        ``num_experts``: with so many experts instead, weights included. Return None if the planner
-        does not know the model, task or optimizer.
+        ``num_experts``: with so many experts instead, weights included.
         """
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model
