@@ -200,7 +200,6 @@ def unfinished_sets(directory: str) -> set[CheckpointSet]:
 
 
 def _set_of(directory: str, name: str) -> CheckpointSet:
-    """Return the set of a member or a commit record."""
     return CheckpointSet.from_path(os.path.join(directory, name.removesuffix(_COMMIT_SUFFIX)))
 
 

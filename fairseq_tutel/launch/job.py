@@ -159,7 +159,6 @@ def assign_gpus(
 def _shared_environment(
     options: Options, placement: Placement, env: Mapping[str, str], command: Command, cpu: bool
 ) -> dict[str, str]:
-    """Return the variables that every rank gets on top of the user's environment."""
     given = dict(env)
     if options.master_addr:
         given["MASTER_ADDR"] = options.master_addr

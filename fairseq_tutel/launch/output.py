@@ -76,7 +76,6 @@ class LineCopier:
 
     @staticmethod
     def _write(stream: _Stream, lines: bytes) -> None:
-        """Write lines without the last newline."""
         if stream.refused:
             return  # a rank would block for ever on a full pipe that is not emptied
         text = b"".join(b"%b%b\n" % (stream.prefix, line) for line in lines.split(b"\n"))

@@ -27,7 +27,6 @@ _OVERRIDES = {f"checkpoint.{key}" for key in _START}
 
 
 def _in_file(words: Sequence[str], key: str) -> Any:
-    """Return ``checkpoint.KEY`` of the command's config file, or None."""
     _, config = find_config(words)
     if not config:
         return None

@@ -199,7 +199,6 @@ class Supervisor:
             self._kill_at = time.monotonic() + self._grace
 
     def _send(self, number: signal.Signals) -> None:
-        """Pass on a signal to the ranks."""
         for process in self._running.values():
             # while it imports there is nothing to put in order, and Python would print a traceback
             quietly = number == signal.SIGINT and self._hold_requests and _is_importing(process)

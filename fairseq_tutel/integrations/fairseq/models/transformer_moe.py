@@ -46,7 +46,6 @@ class TransformerMoEConfig(ConditionalRoutingOptions, MoEOptions, FlatTransforme
 
 
 def _sizes(dim: int, ffn: int, heads: int, **others: Any) -> dict:
-    """Return equal sizes of both stacks."""
     found = {"embed_dim": dim, "ffn_embed_dim": ffn, "attention_heads": heads}
     return {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in found.items()} | others
 

@@ -122,7 +122,6 @@ def with_options_of_today(
 
 
 def _options() -> set[str]:
-    """Return the options of all models and criteria here."""
     return {
         *(name for row in ARCHITECTURES.values() for name in row.schema.__dataclass_fields__),
         *(name for row in CRITERIONS.values() for name in row.config.__dataclass_fields__),

@@ -98,7 +98,6 @@ class MemoryMixin:
         return kinds
 
     def _what_helps(self) -> list[str]:
-        """Return options that reduce memory and are not on yet."""
         model, sharding = self.cfg.model, self.cfg.distributed_training.zero_sharding
         sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
         checkpoints = getattr(model, "checkpoint_activations", False)
