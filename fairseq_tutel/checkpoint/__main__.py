@@ -1,7 +1,5 @@
 """Command line of the checkpoint tools: inspect, merge, merge-lora, reshard, import, and growth."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -38,20 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
     join.set_defaults(
         run=lambda a: merge(a.path, a.out, with_optimizer=a.with_optimizer, force=a.force)
     )
-    join.add_argument(
-        "--with-optimizer",
-        action="store_true",
-        help="keep the optimizer state (default: leave it out, for a smaller file)",
-    )
+    join.add_argument("--with-optimizer", action="store_true", help="keep the optimizer state "
+                      "(default: leave it out, for a smaller file)")  # fmt: skip
     place = commands.add_parser("reshard", help="write a set for another number of ranks")
     place.set_defaults(run=lambda a: reshard(a.path, a.out, a.ranks, force=a.force))
-    place.add_argument(
-        "--ranks",
-        type=in_range(int, at_least(1)),
-        required=True,
-        metavar="N",
-        help="number of ranks W; it must divide the number of experts E, or E must divide it",
-    )
+    place.add_argument("--ranks", type=in_range(int, at_least(1)), required=True, metavar="N",
+                       help="number of ranks W; it must divide the number of experts E, or E must "
+                       "divide it")  # fmt: skip
     lora = commands.add_parser(
         "merge-lora", help="write a set whose weights contain the updates of --moe-lora-rank"
     )

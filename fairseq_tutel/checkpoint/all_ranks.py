@@ -1,7 +1,5 @@
 """Steps that succeed on all ranks or fail on all; the caller provides the collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +15,7 @@ _OK = "ok:"
 class AllRanks:
     """Runner of common steps: an error on one rank is raised on all, so that no rank waits.
 
-    Attributes:
-        rank, world_size: this process, and the number of processes that take part.
-        gather_texts: all-gathers one short text (or None) per rank; None if there is one process.
-
-    Raises:
-        ValueError: the rank is outside the world, or several processes have no ``gather_texts``.
+    ValueError is raised for a rank outside the world, or several ranks without ``gather_texts``.
     """
 
     rank: int = 0
@@ -31,16 +24,13 @@ class AllRanks:
 
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size or self.world_size > 1 and not self.gather_texts:
-            raise ValueError(
-                f"rank {self.rank} of {self.world_size}: ranks are numbered from 0, and several "
-                "need `gather_texts`, a callable that gathers their errors"
-            )
+            place = f"rank {self.rank} of {self.world_size}"
+            raise ValueError(f"{place}: ranks count from 0, and several need `gather_texts`")
 
     def run_on_all_ranks(self, what: str, action: Callable[[], str | None]) -> list[str]:
         """Run ``action`` on every rank; return the texts that it returned, in rank order.
 
-        CheckpointError is raised on every rank if the action failed on any. It names the step by
-        ``what``, the ranks and the errors.
+        CheckpointError on every rank if it failed on any; the text begins with ``what``.
         """
         failure: Exception | None = None
         try:
@@ -58,10 +48,8 @@ class AllRanks:
             raise CheckpointError(f"{what} failed: {text}") from failure
         if ranks_of:
             errors = "; ".join(f"rank {', '.join(r)}: {error}" for error, r in ranks_of.items())
-            count = sum(map(len, ranks_of.values()))
-            raise CheckpointError(
-                f"{what} failed on {count} of {self.world_size} ranks: {errors}"
-            ) from failure
+            where = f"{sum(map(len, ranks_of.values()))} of {self.world_size} ranks"
+            raise CheckpointError(f"{what} failed on {where}: {errors}") from failure
         return [found[len(_OK) :] for found in texts]
 
     def run_on_first(self, what: str, action: Callable[[], None]) -> None:

@@ -5,13 +5,11 @@
     3. rename every temporary file into place, remove files that the new set does not have
     4. remove the commit record
 
-A crash before step 2 leaves the old set and stale temporary files. A crash after it leaves a
-complete new set, part of it under temporary names that the record lists. Readers follow the record
-(``visible_files``) and change nothing. The next writer finishes the work (``recover_set``). This is
-redo logging as in databases (Mohan et al., ARIES, ACM TODS 17(1), 1992), reduced to one record.
+A crash before step 2 leaves the old set. A crash after it leaves a complete new set, part of it
+under temporary names that the record lists: readers follow the record (``visible_files``), and the
+next writer finishes the work (``recover_set``). This is redo logging (Mohan et al., ARIES, ACM
+TODS 17(1), 1992) with one record.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -23,6 +21,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from .io import sync_directory
 from .layout import CheckpointError, CheckpointSet, Role
@@ -137,10 +136,7 @@ def commit(cset: CheckpointSet, operation: str, roles: Collection[Role]) -> None
 
 
 def recover_set(cset: CheckpointSet) -> None:
-    """Finish a change whose record is in place, and clean up after a change that failed earlier.
-
-    Only the writer of the set calls this, never while another process saves to the set.
-    """
+    """Finish or undo an interrupted change; never while another process saves to the set."""
     record = read_record(cset)
     if record is not None:
         logger.warning("%s: finishing a save that was interrupted", cset.path)
@@ -159,11 +155,7 @@ def remove_temporaries(cset: CheckpointSet, operation: str | None = None) -> Non
 
 
 def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) -> None:
-    """Undo a change that ended before its commit.
-
-    A committed change is finished if a signal ends the process. After an error it stays as it is:
-    readable, as the error states.
-    """
+    """Undo a change that ended before its commit; finish a committed one if a signal ends it."""
     with contextlib.suppress(OSError, CheckpointError):
         if not os.path.lexists(cset.commit_path):
             remove_temporaries(cset, operation)
@@ -173,11 +165,10 @@ def leave_in_order(cset: CheckpointSet, operation: str, ends_by_signal: bool) ->
 
 @contextlib.contextmanager
 def cleaning_up(clean: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``clean`` if the block does not reach its end, unless by SIGKILL or a crash.
+    """Call ``clean`` if the block does not reach its end, also by SIGTERM and SIGHUP.
 
-    SIGTERM and SIGHUP end a Python process at once. Within the block they clean up first, then end
-    the process in the same way, unless the program ignores or handles them. ``clean`` takes whether
-    a signal ends the process, may interrupt the block, and must not raise.
+    ``clean`` takes whether a signal ends the process, may interrupt the block, and must not raise.
+    Signals that the program ignores or handles are left to it.
     """
 
     def clean_and_end(signum, frame):
@@ -209,7 +200,6 @@ def unfinished_sets(directory: str) -> set[CheckpointSet]:
 
 
 def _set_of(directory: str, name: str) -> CheckpointSet:
-    """Return the set of a member or a commit record."""
     return CheckpointSet.from_path(os.path.join(directory, name.removesuffix(_COMMIT_SUFFIX)))
 
 
@@ -235,13 +225,13 @@ def _roll_forward(cset: CheckpointSet, record: CommitRecord) -> None:
         if os.path.lexists(source):
             os.replace(source, target)
             # rename() does nothing where both names are links to one file, as after copy_set
-            _unlink(source)
+            Path(source).unlink(missing_ok=True)
         elif not os.path.lexists(target):
             raise CheckpointError(f"{target}: lost: neither it nor {temporary} is there")
     for name in record.removals:
-        _unlink(os.path.join(cset.directory, name))
+        Path(cset.directory, name).unlink(missing_ok=True)
     sync_directory(cset.directory)
-    _unlink(cset.commit_path)
+    Path(cset.commit_path).unlink(missing_ok=True)
     sync_directory(cset.directory)
 
 
@@ -250,8 +240,3 @@ def _list(directory: str) -> list[str]:
         return os.listdir(directory or ".")
     except FileNotFoundError:
         return []
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

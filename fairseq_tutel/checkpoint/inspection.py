@@ -1,7 +1,5 @@
 """Describe a checkpoint and check that its files belong together. Reads no tensor data."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -9,38 +7,26 @@ from typing import Any
 
 import torch
 
+from . import state
 from .commit import read_record, visible_files
 from .growth.history import history_of
 from .io import verify_file
 from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role, split_key
 from .reader import SetReader, load_state
-from .state import (
-    METADATA,
-    MODEL,
-    OPTIMIZER,
-    check_complete,
-    is_of_fairseq,
-    optimizer_is_named,
-    parameters,
-)
 
 
 def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     """Describe a set or a merged file.
 
     Args:
-        path: name of the set or of one of its files.
+        path: name of the set or of one of its files; CheckpointError if there is none.
         verify: also read every byte and check the checksums stored in the files.
 
     Returns:
         A dict of plain values, None if unknown. ``kind``: "set" or "merged". ``replicas``: rank
         files that repeat others (Meta's runs). ``params_*``: elements as the trainer counts them,
-        each expert once. ``dtypes``: {name: elements}. ``optimizer_state``: "by name", "foreign" or
-        "none". ``growth``: a text per change of the number of experts. ``size_on_disk``: bytes.
-        ``files``: a dict per file. ``problems``: a text per defect.
-
-    Raises:
-        CheckpointError: no file has that name.
+        each expert once. ``optimizer_state``: "by name", "foreign" or "none". ``growth``: a text
+        per change of the number of experts. ``problems``: a text per defect.
     """
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
@@ -67,8 +53,8 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
     reader = tried(SetReader, path)
     metadata = reader and reader.metadata
     replicas = 0
-    if reader is not None and is_of_fairseq(reader.shared):
-        tried(check_complete, reader.shared, reader.main_path)
+    if reader is not None and state.is_of_fairseq(reader.shared):
+        tried(state.check_complete, reader.shared, reader.main_path)
     if reader is not None and reader.kind != MERGED:
         count = reader.num_rank_files
         for number in range(count):
@@ -107,26 +93,24 @@ def _check_replica(
     original = number % reader.num_rank_files
     if original not in contents:  # the replica stands in for a missing file
         return
-    mine, theirs = (contents[role].get(MODEL) or {} for role in (number, original))
+    mine, theirs = (contents[role].get(state.MODEL) or {} for role in (number, original))
     for name in sorted({*mine, *theirs}):
         one, other = mine.get(name), theirs.get(name)
         alike = one is not None and other is not None and one.shape == other.shape
         alike = alike and one.dtype == other.dtype and (not values or torch.equal(one, other))
         if not alike:
-            raise CheckpointError(
-                f"{reader.cset.path_of(number)}: a replica that differs from "
-                f"{reader.cset.name_of(original)} in {name}"
-            )
+            path, other = reader.cset.path_of(number), reader.cset.name_of(original)
+            raise CheckpointError(f"{path}: a replica that differs from {other} in {name}")
 
 
 def _describe_file(role: Role, path: str, content: dict[str, Any]) -> dict[str, Any]:
-    model, metadata = content.get(MODEL) or {}, content.get(METADATA)
+    model, metadata = content.get(state.MODEL) or {}, content.get(state.METADATA)
     return {
         "name": os.path.basename(path),
         "size": os.path.getsize(path),
         "rank": role if isinstance(role, int) else None,
         "experts": len({parsed[1] for key in model if (parsed := split_key(key))}),
-        "params": sum(tensor.numel() for tensor in parameters(model).values()),
+        "params": sum(tensor.numel() for tensor in state.parameters(model).values()),
         "save_id": metadata.get("save_id") if isinstance(metadata, dict) else None,
     }
 
@@ -143,7 +127,7 @@ def _describe_content(
     expert: Counter[str] = Counter()
     layers: dict[str, None] = {}  # in the order of the model
     for role in counted:
-        for key, tensor in parameters(contents[role].get(MODEL) or {}).items():
+        for key, tensor in state.parameters(contents[role].get(state.MODEL) or {}).items():
             parsed = split_key(key)
             dtype = str(tensor.dtype).removeprefix("torch.")
             (dense if parsed is None else expert)[dtype] += tensor.numel()
@@ -152,7 +136,7 @@ def _describe_content(
     main = contents.get(SHARED) or contents.get(MERGED) or next(iter(contents.values()), {})
     history = main.get("optimizer_history") or [{}]
     iterator = (main.get("extra_state") or {}).get("train_iterator") or {}
-    kind = "by name" if optimizer_is_named(main.get(OPTIMIZER)) else "foreign"
+    kind = "by name" if state.optimizer_is_named(main.get(state.OPTIMIZER)) else "foreign"
     return {
         "moe_layers": list(layers),
         "params_dense": dense.total(),
@@ -161,5 +145,5 @@ def _describe_content(
         "dtypes": dict(dense + expert),
         "num_updates": history[-1].get("num_updates"),
         "epoch": iterator.get("epoch"),
-        "optimizer_state": "none" if main.get(OPTIMIZER) is None else kind,
+        "optimizer_state": "none" if main.get(state.OPTIMIZER) is None else kind,
     }

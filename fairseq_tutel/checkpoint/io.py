@@ -1,14 +1,11 @@
 """Read and write one checkpoint file. Reading never runs code from the file.
 
-A checkpoint is a pickle, and a pickle may call any function. Files are therefore read by torch's
-restricted unpickler, extended by the classes of ``safe_globals.py``; any other class is refused by
-name. Tensors are memory-mapped if the file allows it, so that only used tensors are read.
+Files are read by torch's restricted unpickler, extended by the classes of ``safe_globals.py``.
+Tensors are memory-mapped if the file allows it, so that only used tensors are read.
 
 torch writes a CRC-32 of every tensor into the file's zip directory, and never checks it. Here each
 tensor is checked when it is taken from a file: other tensors stay unread, and none is read twice.
 """
-
-from __future__ import annotations
 
 import collections
 import ctypes
@@ -38,8 +35,7 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 def load_file(path: str) -> dict[str, Any]:
     """Read one file; its tensors are on the CPU, memory-mapped copy-on-write where possible.
 
-    Raises:
-        CheckpointError: missing, truncated, damaged, holding a refused class, or not a dict.
+    CheckpointError for a file that is missing, damaged, no dict, or holds a refused class.
     """
     before = identity(path)
     mappable = _check_container(path)
@@ -52,20 +48,15 @@ def load_file(path: str) -> dict[str, Any]:
     if identity(path) != before:
         raise CheckpointError(f"{path}: was replaced while it was being read; try again")
     if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path}: not a checkpoint: holds a {type(state).__name__}, not a dict"
-        )
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a dict")
     return state
 
 
 def save_file(state: Mapping[str, Any], path: str) -> None:
     """Write one file, force it to the disk and check that it can be read back safely.
 
-    Tied weights stay one tensor. A slice does not drag its stack into the file.
-
-    Raises:
-        CheckpointError: ``state`` holds objects that ``load_file`` would refuse.
-        OSError: the file system failed (no space, no permission); names the file.
+    Tied weights stay one tensor. A slice does not drag its stack into the file. CheckpointError
+    for objects that ``load_file`` would refuse, OSError with the file's name if writing failed.
     """
     try:
         with open(path, "wb") as file:
@@ -81,9 +72,7 @@ def save_file(state: Mapping[str, Any], path: str) -> None:
     try:
         load_file(path)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"refusing to save what could not be loaded again: {error}"
-        ) from error
+        raise CheckpointError(f"refusing to save what could not be loaded: {error}") from error
 
 
 class Checksums:
@@ -170,10 +159,8 @@ def _check_container(path: str) -> bool:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     if not size or magic == _ZIP_MAGIC and not complete:
-        raise CheckpointError(
-            f"{path}: is truncated at {size} bytes (its end is missing); "
-            "copy it again or use another set"
-        )
+        what = f"is truncated at {size} bytes (its end is missing)"
+        raise CheckpointError(f"{path}: {what}; copy it again or use another set")
     return complete
 
 

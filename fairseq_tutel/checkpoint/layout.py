@@ -6,9 +6,7 @@ file). A merged file is one plain ``X.pt`` with global expert numbers.
 
 With E experts, P neighbouring ranks hold them all; P is min(E, W) of W ranks unless a run chooses
 fewer. Rank r holds experts [j*E/P, (j+1)*E/P) with j = r % P. The first P ranks write a file each.
-
-Functions on "entries" take any dict keyed by parameter names: the tensors of a model, or the
-optimizer state of each parameter.
+"Entries" are a dict keyed by parameter names: tensors of a model, or optimizer states.
 """
 
 from __future__ import annotations
@@ -118,10 +116,7 @@ def split_dense_expert(entries: Mapping[str, Value]) -> tuple[dict[str, Value], 
 
 
 def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -> dict[str, Value]:
-    """Keep the experts with the global numbers ``wanted``, renumbered from 0.
-
-    Number j in a key of ``entries`` stands for global expert first + j.
-    """
+    """Keep the ``wanted`` experts, renumbered from 0; key number j is global expert first + j."""
     kept = {}
     for key, value in entries.items():
         prefix, index, rest = _of_expert(key, "experts")
@@ -133,14 +128,13 @@ def select_experts(entries: Mapping[str, Value], *, first: int, wanted: range) -
 def expert_forms(entries: Mapping[str, Any], where: str) -> tuple[int, dict[str, str]]:
     """Return the number of experts in the entries of a file, and the form that all of them have.
 
-    The form maps each key, with "*" for the expert's number, to its shape and dtype; in optimizer
-    state to the names of the state. CheckpointError is raised for a dense entry, for numbers that
-    are not 0..E-1, and if experts differ.
+    The form maps each key, with "*" for the expert's number, to its shape and dtype, or to the
+    names of its optimizer state. CheckpointError for dense entries, missing or unequal experts.
     """
     experts: dict[int, dict[str, str]] = {}
     for key, value in entries.items():
         prefix, index, rest = _of_expert(key, where)
-        experts.setdefault(index, {})[f"{prefix}*{rest}"] = _form(value)
+        experts.setdefault(index, {})[f"{prefix}*{rest}"] = form(value)
     absent = sorted(set(range(max(experts, default=0))) - set(experts))
     if absent:
         raise CheckpointError(f"{where}: has experts {sorted(experts)} but lacks {absent}")
@@ -155,10 +149,8 @@ def check_same(
     """Raise CheckpointError naming a parameter by which ``where`` differs from ``like``."""
     for key in sorted(set(forms) | set(expected)):
         if forms.get(key) != expected.get(key):
-            raise CheckpointError(
-                f"{where} differs from {like} in {key}: "
-                f"{forms.get(key, 'absent')} against {expected.get(key, 'absent')}"
-            )
+            both = f"{forms.get(key, 'absent')} against {expected.get(key, 'absent')}"
+            raise CheckpointError(f"{where} differs from {like} in {key}: {both}")
 
 
 def gate_experts(
@@ -180,7 +172,8 @@ def _of_expert(key: str, where: str) -> tuple[str, int, str]:
     return parsed
 
 
-def _form(value: Any) -> str:
+def form(value: Any) -> str:
+    """Return shape and dtype of a tensor, or the names of an optimizer state, as text."""
     if isinstance(value, Mapping):
         return str(sorted(map(str, value)))
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

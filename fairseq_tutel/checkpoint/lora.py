@@ -1,7 +1,5 @@
 """Merge the low-rank updates (LoRA) of a set's experts into their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +17,9 @@ def merge_lora(src: str, dst: str, *, force: bool = False) -> str:
     """Write a set whose experts' weights contain their updates, without optimizer state.
 
     Args:
-        src: a set or merged file of a run with ``--moe-lora-rank``.
+        src: a set or merged file of a run with ``--moe-lora-rank``, else CheckpointError.
         dst: X.pt of the new set, for as many ranks; it is returned.
         force: replace what ``dst`` names.
-
-    Raises:
-        CheckpointError: ``src`` has no updates; or as of :func:`.store.write_set`.
     """
     refuse_target(dst, src, force)
     source = read_set(src)

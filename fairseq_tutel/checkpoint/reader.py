@@ -1,9 +1,5 @@
 """Read a checkpoint of any kind, checked, for loading, resharding and inspecting.
 
-``read_set(path)`` returns a :class:`SetReader`: ``shared`` is the state without experts,
-``experts(range)`` the tensors and the optimizer state of some of them. A program that transforms
-checkpoints writes them with :func:`.store.write_set`, which takes the same two.
-
 Nothing here writes: a job may evaluate a checkpoint while another job trains and saves to it.
 """
 
@@ -15,23 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from . import layout
 from .all_ranks import AllRanks, GatherTexts
 from .commit import visible_files
 from .io import Checksums, identity, load_file
-from .layout import (
-    MERGED,
-    SHARED,
-    CheckpointError,
-    CheckpointSet,
-    Role,
-    check_same,
-    expert_forms,
-    experts_of_rank,
-    gate_experts,
-    select_experts,
-    split_dense_expert,
-    without_aliases,
-)
+from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role
 from .state import (
     METADATA,
     MODEL,
@@ -67,7 +51,6 @@ def load_for_rank(
 
     The checkpoint is a set saved by any number of ranks, a merged file, a dense checkpoint without
     experts, or files that Meta published. Only the needed rank files are opened, and memory-mapped.
-    A save that was interrupted after its commit is read as complete.
 
     Args:
         path: X.pt, X-shared.pt, X-rank-N.pt, or a merged file.
@@ -75,16 +58,15 @@ def load_for_rank(
         expert_parallel_size: P, ranks that hold all experts between them; 0: min(E, W).
         with_optimizer: also assemble ``last_optimizer_state``, if it is keyed by parameter name.
         check_experts: compare experts with their checksums, which reads them.
-        gather_texts: if given, all ranks call this function together, and an error on one rank is
-            raised on all.
+        gather_texts: if given, all ranks call this together, and an error on one is raised on all.
 
     Returns:
         The state of ``state.py`` with this rank's experts numbered from 0, and ``moe_checkpoint``,
         the metadata of the source (None for Meta's files).
 
     Raises:
-        CheckpointError: names the file that is missing, truncated or foreign, or E and W if the
-            experts cannot be placed.
+        CheckpointError: names the file that is missing, damaged or foreign, or E and W that do
+            not fit.
     """
 
     def read() -> dict[str, Any]:
@@ -92,7 +74,9 @@ def load_for_rank(
         wanted = range(0)
         if reader.num_experts:
             try:
-                wanted = experts_of_rank(rank, world_size, reader.num_experts, expert_parallel_size)
+                wanted = layout.experts_of_rank(
+                    rank, world_size, reader.num_experts, expert_parallel_size
+                )
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.cset.path}: {error}") from error
         state = reader.state_of(wanted, with_optimizer=with_optimizer)
@@ -109,9 +93,7 @@ def load_for_rank(
     ranks = AllRanks(rank, world_size, gather_texts)
     save_ids = ranks.run_on_all_ranks(f"loading {path}", read_and_tell)
     if len(set(save_ids)) > 1:
-        raise CheckpointError(
-            f"{path}: ranks read different saves {save_ids}; it was replaced meanwhile, try again"
-        )
+        raise CheckpointError(f"{path}: ranks read different saves {save_ids}; try again")
     return loaded
 
 
@@ -141,21 +123,17 @@ def read_set(path: str) -> SetReader:
 class SetReader:
     """An open checkpoint; :func:`read_set` returns it.
 
-    The shared content is in memory (its tensors mapped). Rank files are opened one at a time.
+    Tensors are mapped. Rank files are opened one at a time. CheckpointError names a file that is
+    missing, damaged or foreign.
 
     Attributes:
-        cset: location of the files.
-        kind: "set" or "merged".
-        shared: content of the shared file, or the dense part of a merged file. Its checksums are
-            not compared; :meth:`shared_state` compares them.
+        cset, kind: location of the files; "set" or "merged".
+        shared: state without experts. :meth:`shared_state` compares its checksums, this does not.
         metadata: metadata of the save; None if another program wrote it.
         num_experts: E, 0 for a dense model.
         num_rank_files: P, 1 for a merged file.
         has_optimizer: whether there is optimizer state keyed by parameter name.
         check_experts: whether experts are compared with their checksums, which reads them.
-
-    Raises:
-        CheckpointError: names the file that is missing, truncated or foreign.
     """
 
     def __init__(self, path: str, *, check_experts: bool = True) -> None:
@@ -171,10 +149,8 @@ class SetReader:
             check_complete(state, self.main_path)
         self.has_optimizer = optimizer_is_named(state.get(OPTIMIZER))
         if not self.has_optimizer and state.pop(OPTIMIZER, None) is not None:
-            logger.warning(
-                "%s: its optimizer state is not keyed by parameter name; loading without it",
-                self.main_path,
-            )
+            text = "%s: its optimizer state is not keyed by parameter name; loading without it"
+            logger.warning(text, self.main_path)
         if self.kind == MERGED:
             self._read_merged(state)
         else:
@@ -199,11 +175,7 @@ class SetReader:
     def experts(
         self, wanted: range, *, with_optimizer: bool = True
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return tensors and optimizer state of the experts with these global numbers, undamaged.
-
-        Both are dicts by parameter name, with experts numbered from 0. The state is empty if there
-        is none or it is not wanted.
-        """
+        """Return tensors and optimizer state (or {}) of these experts by name, numbered from 0."""
         model: dict[str, Any] = {}
         named_state: dict[str, Any] = {}
         if not wanted:
@@ -215,7 +187,7 @@ class SetReader:
             if self.has_optimizer and with_optimizer:
                 parts.append((content[OPTIMIZER][NAMED_STATE], named_state))
             for stored, taken in parts:
-                new = select_experts(stored, first=number * per_file, wanted=wanted)
+                new = layout.select_experts(stored, first=number * per_file, wanted=wanted)
                 if self.check_experts:
                     checksums.check(new)
                 taken.update(new)
@@ -240,8 +212,8 @@ class SetReader:
     def _read_merged(self, state: dict[str, Any]) -> None:
         path = self.main_path
         self.shared, content = split_state(state)
-        self.num_experts, self.num_rank_files = expert_forms(content[MODEL], path)[0], 1
-        gates = gate_experts(self.shared[MODEL], content[MODEL], null_experts(state))
+        self.num_experts, self.num_rank_files = layout.expert_forms(content[MODEL], path)[0], 1
+        gates = layout.gate_experts(self.shared[MODEL], content[MODEL], null_experts(state))
         expected = self.metadata.num_experts if self.metadata else gates
         if expected not in (None, self.num_experts):
             raise CheckpointError(
@@ -254,11 +226,10 @@ class SetReader:
 
     def _read_shared(self, state: dict[str, Any]) -> None:
         self.shared = state
-        misplaced = split_dense_expert(state[MODEL])[1]
+        misplaced = layout.split_dense_expert(state[MODEL])[1]
         if misplaced:
-            raise CheckpointError(
-                f"{self.main_path}: a shared file cannot hold {next(iter(misplaced))!r}"
-            )
+            expert = next(iter(misplaced))
+            raise CheckpointError(f"{self.main_path}: a shared file cannot hold {expert!r}")
         own = self.metadata
         experts, count = (own.num_experts, own.num_rank_files) if own else self._count()
         if own and (own.rank is not None or not 1 <= count <= experts or experts % count):
@@ -283,20 +254,17 @@ class SetReader:
         if not ranks:
             raise CheckpointError(f"{self.cset.path_of(0)}: missing: the set has no rank file")
         first, present = self.files[ranks[0]], ranks[-1] + 1
-        model = split_dense_expert(load_state(first)[0][MODEL])[1]
-        local = expert_forms(model, first)[0]
+        model = layout.split_dense_expert(load_state(first)[0][MODEL])[1]
+        local = layout.expert_forms(model, first)[0]
         if local == 0:
             raise CheckpointError(f"{first}: holds no expert")
-        gates = gate_experts(self.shared[MODEL], model, null_experts(self.shared))
+        gates = layout.gate_experts(self.shared[MODEL], model, null_experts(self.shared))
         experts = gates or present * local
         # there may be more files: if experts are fewer than ranks, Meta's runs wrote replicas
         return experts, max(experts // local, 1)
 
     def _check_experts(self, content: dict[str, Any], path: str) -> None:
-        """Check that a rank file has E/P experts, with names, shapes and dtypes of the other files.
-
-        The same holds for their optimizer state, which only trained parameters have.
-        """
+        """Check that a rank file has E/P experts of the other files' form; their state, too."""
         per_file = self.num_experts // self.num_rank_files
         parts = [(MODEL, path, content[MODEL], {per_file})]
         if self.has_optimizer:
@@ -305,20 +273,20 @@ class SetReader:
             named_state = content[OPTIMIZER][NAMED_STATE]
             parts.append((OPTIMIZER, f"{path}: optimizer state", named_state, {0, per_file}))
         for part, where, entries, counts in parts:
-            count, forms = expert_forms(entries, where)
+            count, forms = layout.expert_forms(entries, where)
             if count not in counts:
                 raise CheckpointError(f"{where}: holds {count} experts, expected {per_file}")
-            check_same(forms, self._forms.setdefault(part, forms), where, "another file of the set")
+            layout.check_same(
+                forms, self._forms.setdefault(part, forms), where, "another file of the set"
+            )
 
     def _check_membership(self, path: str, number: int, metadata: SetMetadata | None) -> None:
         """Check that a rank file comes from the same save, for the same place."""
         save_ids = [found.save_id if found else None for found in (metadata, self.metadata)]
         if save_ids[0] != save_ids[1]:
             mine, shared = (f"save {i}" if i else f"a save without {METADATA!r}" for i in save_ids)
-            raise CheckpointError(
-                f"{path}: stale or foreign: it is of {mine}, but {self.cset.name_of(SHARED)} is of "
-                f"{shared}"
-            )
+            other = f"{self.cset.name_of(SHARED)} is of {shared}"
+            raise CheckpointError(f"{path}: stale or foreign: it is of {mine}, but {other}")
         place = (number, self.num_rank_files)
         if metadata is not None and (metadata.rank, metadata.num_rank_files) != place:
             raise CheckpointError(
@@ -328,11 +296,7 @@ class SetReader:
 
 
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """Return the set of ``path``, its files as a reader must see them, and "set" or "merged".
-
-    CheckpointError is raised if nothing has that name, if the shared file is missing, or if a set
-    and a merged file both have the name.
-    """
+    """Return the set of ``path``, its files as a reader must see them, and "set" or "merged"."""
     cset = CheckpointSet.from_path(path)
     files = visible_files(cset)
     members = sorted(cset.name_of(role) for role in files if role != MERGED)
@@ -354,11 +318,9 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
 
 def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """Find a checkpoint for a program that reads single files; errors as of :func:`locate`.
+    """Return ("set", its shared file) or ("merged", the file); None if nothing has that name.
 
-    Returns:
-        ("set", its shared file) or ("merged", the file); None if nothing has that name. In the
-        middle of a commit the file has a temporary name (:func:`.commit.final_path`).
+    In the middle of a commit the file has a temporary name (:func:`.commit.final_path`).
     """
     if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
         return None
@@ -372,5 +334,5 @@ def load_state(path: str) -> tuple[dict[str, Any], Checksums]:
     state = load_file(path)
     check_file(state, path)
     if METADATA not in state:
-        state = {**state, MODEL: without_aliases(state[MODEL])}
+        state = {**state, MODEL: layout.without_aliases(state[MODEL])}
     return state, checksums

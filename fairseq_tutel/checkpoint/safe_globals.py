@@ -1,11 +1,8 @@
 """Classes that may be unpickled: they hold data and do nothing when they are built.
 
-torch's restricted unpickler (``weights_only=True``) builds tensors and plain containers. fairseq's
-checkpoints, old and new, also hold options, configs, numbers and arrays of numpy, and the
-dictionary of some tasks. Any other class is refused, even if fairseq's own code reads the file.
+Beside the tensors and containers of torch's restricted unpickler, fairseq's checkpoints hold
+options, configs, numbers and arrays of numpy, and the dictionary of some tasks.
 """
-
-from __future__ import annotations
 
 import argparse
 import collections
@@ -39,11 +36,9 @@ _FAIRSEQ_CLASSES = (
 
 @contextlib.contextmanager
 def safe_globals_only() -> Iterator[None]:
-    """Let every ``torch.load`` of the process build only these classes within the context.
+    """Let every ``torch.load`` build only these classes, and those of ``add_safe_globals``.
 
-    The environment does not matter: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq
-    since torch 2.6, would let a file run code. Classes that a caller allowed by
-    ``torch.serialization.add_safe_globals`` stay allowed.
+    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, with which many run fairseq since torch 2.6, has no effect.
     """
     with _ONE_AT_A_TIME:
         before = {name: os.environ.get(name) for name in (_RESTRICT, _DO_NOT_RESTRICT)}

@@ -1,9 +1,7 @@
 """Content of a checkpoint, and the split of a rank's state into the shared and its own file.
 
-A state is fairseq's dict: ``args``, ``cfg`` (a plain dict), ``model``, ``criterion``,
-``optimizer_history``, ``task_state``, ``extra_state`` and, unless left out,
-``last_optimizer_state``. We add ``moe_checkpoint``, and ``moe_growth`` if experts were added or
-removed (:mod:`.growth`).
+A state is fairseq's dict, with ``moe_checkpoint`` (:class:`SetMetadata`), and ``moe_growth`` if
+experts were added or removed (:mod:`.growth`).
 
 ``model`` is keyed by Meta's parameter names, one entry per expert. So is the optimizer's state:
 
@@ -13,9 +11,8 @@ removed (:mod:`.growth`).
         "loss_scale": float or None,
     }
 
-The shared file holds the named state of dense parameters, the groups and the loss scale. A rank
-file holds the named state of its experts. Every expert has its own complete state (moments in fp32,
-or in fp16 with their scale, and a step count), so that it moves to other ranks unchanged.
+A rank file holds the named state of its experts, the shared file all else. Every expert has its
+own complete state, step count included, so that it moves to other ranks unchanged.
 """
 
 from __future__ import annotations
@@ -108,10 +105,8 @@ def check_complete(state: Mapping[str, Any], where: str) -> None:
     if state.get("cfg") is None and state.get("args") is None:
         missing.append("cfg")
     if missing:
-        raise CheckpointError(
-            f"{where}: lacks {', '.join(missing)}, which fairseq saves in every checkpoint and "
-            "needs to go on from it; use another set"
-        )
+        names = ", ".join(missing)
+        raise CheckpointError(f"{where}: lacks {names}, which fairseq needs; use another set")
 
 
 def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str, Any]:
@@ -126,10 +121,7 @@ def options_of(state: Mapping[str, Any], section: str = "model") -> Mapping[str,
 def with_options(
     state: Mapping[str, Any], changes: Mapping[str, Any], section: str = "model"
 ) -> dict[str, Any]:
-    """Return a state with changed options in a section; None removes an option.
-
-    The stored options are copied. A state without options is returned unchanged.
-    """
+    """Return a state with changed options in a section, if it has options; None removes one."""
     config = state.get("cfg")
     stored = config.get(section) if isinstance(config, Mapping) else state.get("args")
     if stored is None:
@@ -167,8 +159,7 @@ def map_state(
 ) -> dict[str, Any]:
     """Return a state with changed tensors and optimizer state.
 
-    ``change`` takes the name of a parameter, the name of an entry of its optimizer state or None,
-    and the value.
+    ``change`` takes a parameter's name, an entry of its optimizer state or None, and the value.
     """
     changed = {**state, MODEL: {name: change(name, None, v) for name, v in state[MODEL].items()}}
     optimizer = state.get(OPTIMIZER)
@@ -182,11 +173,7 @@ def map_state(
 
 
 def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the state of one rank into the content of the shared file and of its rank file.
-
-    Both keep the common entries (cfg, counters, meters), as Meta's files do. Nothing is copied.
-    CheckpointError is raised for a state of another form than the module docstring's.
-    """
+    """Split a rank's state into shared file and rank file, which share cfg and counters."""
     if not isinstance(state, Mapping) or not isinstance(state.get(MODEL), Mapping):
         raise CheckpointError(f"a state must be a dict with the parameters under {MODEL!r}")
     common = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER, METADATA)}
@@ -210,10 +197,7 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def join_state(
     shared: Mapping[str, Any], model: Mapping[str, Any], named_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join shared state with experts: the inverse of :func:`split_state`.
-
-    The optimizer state is left out if ``shared`` has none.
-    """
+    """Join shared state with experts: the inverse of :func:`split_state`."""
     joined = {**shared, MODEL: {**shared[MODEL], **model}}
     optimizer = shared.get(OPTIMIZER)
     if optimizer is not None:

@@ -1,13 +1,7 @@
 """Save, rewrite, copy, remove and list checkpoint sets, each set as one thing.
 
-Several ranks pass :class:`.all_ranks.AllRanks`, which raises errors of one rank on all. Every rank
-makes the same calls, whatever happens, so that no rank waits for one that failed.
-
-Rewriting moves tensors and never computes with them. The optimizer state of an expert is stored by
-the expert's own name, complete with its scalars, so that every bit survives.
+Several ranks pass :class:`.all_ranks.AllRanks`, and every rank makes the same calls.
 """
-
-from __future__ import annotations
 
 import functools
 import json
@@ -20,20 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from . import commit
 from .all_ranks import AllRanks
-from .commit import (
-    changing,
-    cleaning_up,
-    commit,
-    leave_in_order,
-    new_id,
-    read_record,
-    recover_set,
-    remove_temporaries,
-    temporary_path,
-    unfinished_sets,
-    visible_files,
-)
 from .io import save_file
 from .layout import (
     MERGED,
@@ -60,8 +42,8 @@ _ALONE = AllRanks()
 def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = _ALONE) -> None:
     """Save a set in one step; every rank calls this.
 
-    The new set replaces what ``path`` names: a set of any number of ranks, or a merged file. After
-    an error the old files are still there, unless the message says that the new set is saved.
+    The new set replaces what ``path`` names. After an error, raised as CheckpointError on every
+    rank, the old files are still there, unless the message says that the new set is saved.
 
     Args:
         path: X.pt, the name of the set (X-shared.pt and X-rank-N.pt mean the same).
@@ -69,9 +51,6 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
             part of rank 0, and the experts of the ranks below ``num_rank_files``.
         num_rank_files: P, ranks that hold all experts between them: a divisor of W.
         ranks: this rank, and the collective that reports errors to the other ranks.
-
-    Raises:
-        CheckpointError: on every rank, naming the ranks that failed and why.
     """
     rank, what = ranks.rank, f"saving {path}"
     cset = CheckpointSet.from_path(path)
@@ -82,11 +61,11 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
         if rank == 0:
             states[SHARED] = shared
             os.makedirs(cset.directory or ".", exist_ok=True)
-            recover_set(cset)
+            commit.recover_set(cset)
         if rank < num_rank_files:
             states[rank] = mine
         local = expert_forms(mine[MODEL], f"rank {rank}")[0]
-        return json.dumps([new_id(), os.path.basename(cset.path), num_rank_files, local])
+        return json.dumps([commit.new_id(), os.path.basename(cset.path), num_rank_files, local])
 
     saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
     save_id = saves[0][0]
@@ -102,13 +81,15 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
 
     def clean(ends_by_signal: bool) -> None:
         if rank == 0:
-            leave_in_order(cset, save_id, ends_by_signal)
+            commit.leave_in_order(cset, save_id, ends_by_signal)
         elif not written:
-            remove_temporaries(cset, save_id)
+            commit.remove_temporaries(cset, save_id)
 
-    with cleaning_up(clean):
+    with commit.cleaning_up(clean):
         ranks.run_on_all_ranks(what, write)
-        ranks.run_on_first(what, lambda: commit(cset, save_id, [SHARED, *range(num_rank_files)]))
+        ranks.run_on_first(
+            what, lambda: commit.commit(cset, save_id, [SHARED, *range(num_rank_files)])
+        )
 
 
 def write_set(
@@ -130,18 +111,15 @@ def write_set(
     Args:
         path: X.pt; the canonical path is returned.
         shared: everything but the experts, as :meth:`SetReader.shared_state` returns it.
-        experts: function that is called once for each file, with the experts that the file holds,
-            in their order.
+        experts: is called once for each file, with the experts that the file holds, in order.
         num_experts: E.
         num_ranks: W; the set gets min(E, W) rank files. None: write a merged file.
-        source: the set that the new one is made from; ``path`` must not be the same. The position
-            in the data stays valid, as the new set keeps the world size of its run.
+        source: the set that the new one is made from, whose world size it keeps.
         force: replace what ``path`` names.
         in_place: replace what ``path`` names in one step, even if it is ``source``.
 
     Raises:
-        CheckpointError: E and W do not divide, or ``path`` exists or names ``source``. Errors of
-            ``experts`` are passed on.
+        CheckpointError: E and W do not divide, or ``path`` exists or names ``source``.
     """
     target = CheckpointSet.from_path(path)
     if not in_place:
@@ -152,7 +130,7 @@ def write_set(
         of_ranks = {rank: experts_of_rank(rank, num_ranks, num_experts) for rank in range(count)}
         files = {SHARED: range(0), **of_ranks}
     world_size = source.world_size if source else num_ranks or 1
-    with changing(target) as operation:
+    with commit.changing(target) as operation:
         metadata = SetMetadata(operation, world_size, len(files) - 1, num_experts)
         for number, (role, numbers) in enumerate(files.items(), start=1):
             logger.info("[%d/%d] writing %s", number, len(files), target.name_of(role))
@@ -161,7 +139,7 @@ def write_set(
                 state = split_state(state)[0 if role == SHARED else 1]
             _stage(target, role, state, metadata)
             del state  # before the next one is read
-        commit(target, operation, files)
+        commit.commit(target, operation, files)
     return target.path
 
 
@@ -175,16 +153,9 @@ def refuse_target(path: str, source: str | None, force: bool) -> None:
 
 
 def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
-    """Write a copy of a checkpoint as a set for other ranks, optimizer state included.
+    """Write a copy of a set or merged file for other ranks, optimizer state included.
 
-    Args:
-        src: a set or a merged file; it is only read.
-        dst: X.pt of the new set; the canonical path is returned.
-        num_ranks, force: see :func:`write_set`.
-
-    Raises:
-        CheckpointError: ``src`` cannot be read, E and W do not divide, ``dst`` exists, or is
-            ``src``.
+    The canonical path of ``dst`` is returned. Arguments and errors are those of :func:`write_set`.
     """
     source = read_set(src)
     if not source.num_experts:
@@ -193,13 +164,7 @@ def reshard(src: str, dst: str, num_ranks: int, *, force: bool = False) -> str:
 
 
 def merge(src: str, dst: str, *, with_optimizer: bool = False, force: bool = False) -> str:
-    """Write a copy of a checkpoint as one file, experts numbered globally, for sharing.
-
-    Args:
-        src, dst, force: see :func:`reshard`, also for the result and the errors.
-        with_optimizer: keep the optimizer state, about twice the size of the fp32 weights;
-            CheckpointError if there is none.
-    """
+    """Write a copy as one file, experts numbered globally; see :func:`reshard`."""
     source = read_set(src)
     if with_optimizer and not source.has_optimizer:
         raise CheckpointError(f"{src}: has no optimizer state that could be merged")
@@ -216,21 +181,18 @@ def _rewrite(
 
 
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Copy a set, by hard links if the file system has them. The copy replaces what ``dst`` names.
-
-    CheckpointError is raised on all ranks if ``src`` does not exist, or the file system failed.
-    """
+    """Copy a set in place of what ``dst`` names, by hard links if the file system has them."""
     source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
 
     def copy() -> None:
-        recover_set(source)
-        files = visible_files(source)
+        commit.recover_set(source)
+        files = commit.visible_files(source)
         if not files:
             raise CheckpointError(f"{source.path}: no such checkpoint")
-        with changing(target) as operation:
+        with commit.changing(target) as operation:
             for role, path in files.items():
-                _link_or_copy(path, temporary_path(target, operation, role))
-            commit(target, operation, files)
+                _link_or_copy(path, commit.temporary_path(target, operation, role))
+            commit.commit(target, operation, files)
 
     ranks.run_on_first(f"copying {src} to {dst}", copy)
 
@@ -240,32 +202,26 @@ def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
     cset = CheckpointSet.from_path(path)
 
     def remove() -> None:
-        recover_set(cset)
-        if visible_files(cset):
-            with changing(cset) as operation:
-                commit(cset, operation, ())
+        commit.recover_set(cset)
+        if commit.visible_files(cset):
+            with commit.changing(cset) as operation:
+                commit.commit(cset, operation, ())
 
     ranks.run_on_first(f"removing {path}", remove)
 
 
 def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Finish or undo the interrupted saves of a directory, before the run that owns it starts.
-
-    Loading never needs this, because readers see the right set in any state.
-    """
+    """Finish or undo interrupted saves before a run starts; readers see the right set anyway."""
 
     def recover_all() -> None:
-        for cset in unfinished_sets(directory):
-            recover_set(cset)
+        for cset in commit.unfinished_sets(directory):
+            commit.recover_set(cset)
 
     ranks.run_on_first(f"recovering {directory}", recover_all)
 
 
 def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Check before a run, not at its first save, that all ranks write to one folder.
-
-    CheckpointError, raised on every rank, names the ranks that see another folder, and both paths.
-    """
+    """Check before a run that all ranks write to one folder; CheckpointError names both paths."""
     # named like a temporary file of a set, so that recovery removes it after a kill
     mark = CheckpointSet(os.path.abspath(directory), ".one-folder-for-all-ranks")
 
@@ -273,7 +229,7 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
         if ranks.rank != 0:
             return None
         os.makedirs(mark.directory, exist_ok=True)
-        path = temporary_path(mark, new_id(), MERGED)
+        path = commit.temporary_path(mark, commit.new_id(), MERGED)
         with open(path, "x"):
             return path
 
@@ -281,15 +237,14 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
         if not os.path.exists(os.path.join(mark.directory, os.path.basename(path))):
             raise CheckpointError(
                 f"{mark.directory} on {socket.gethostname()} is not the save dir of rank 0, "
-                f"{os.path.dirname(path)}; all ranks must write to one folder of a shared file "
-                "system"
+                f"{os.path.dirname(path)}; all ranks must write to one shared folder"
             )
 
     def remove_mark(ends_by_signal: bool) -> None:
         if ranks.rank == 0:
-            remove_temporaries(mark)
+            commit.remove_temporaries(mark)
 
-    with cleaning_up(remove_mark):
+    with commit.cleaning_up(remove_mark):
         path = ranks.run_on_all_ranks("writing to the save dir", leave_a_mark)[0]
         ranks.run_on_all_ranks("checking the save dir", look)
         remove_mark(False)
@@ -297,25 +252,26 @@ def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
 
 def set_exists(path: str) -> bool:
     """Return whether ``path`` names a set or a merged file (complete or not)."""
-    return bool(visible_files(CheckpointSet.from_path(path)))
+    return bool(commit.visible_files(CheckpointSet.from_path(path)))
 
 
 def find_sets(directory: str, pattern: str) -> dict[str, float]:
     """Find the sets whose X.pt matches a regular expression, as fairseq's ``checkpoint_paths``.
 
-    Returns:
-        Canonical path -> number in the pattern's first group, or 0; sorted by the number, then by
-        name, descending. Incomplete sets are among them.
+    Return canonical path -> number in the pattern's first group, or 0, in descending order.
+    Incomplete sets are among them.
     """
     regex = re.compile(pattern)
     names = [name for name in os.listdir(directory) if name.endswith(".pt")]
     sets = {CheckpointSet.from_path(os.path.join(directory, name)) for name in names}
     # a first save that was interrupted after its record has no file under its final name yet
-    sets |= {cset for cset in unfinished_sets(directory) if read_record(cset) is not None}
+    sets |= {
+        cset for cset in commit.unfinished_sets(directory) if commit.read_record(cset) is not None
+    }
     entries = []
     for cset in sets:
         match = regex.fullmatch(os.path.basename(cset.path))
-        if match is not None and visible_files(cset):
+        if match is not None and commit.visible_files(cset):
             entries.append((float(match[1]) if regex.groups else 0.0, cset.path))
     return {path: number for number, path in sorted(entries, reverse=True)}
 
@@ -323,7 +279,9 @@ def find_sets(directory: str, pattern: str) -> dict[str, float]:
 def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata) -> None:
     """Write a member under its temporary name; ``commit`` renames it."""
     stored = replace(metadata, rank=role if isinstance(role, int) else None)
-    save_file({**state, METADATA: asdict(stored)}, temporary_path(cset, metadata.save_id, role))
+    save_file(
+        {**state, METADATA: asdict(stored)}, commit.temporary_path(cset, metadata.save_id, role)
+    )
 
 
 def _agreed_num_experts(saves: list[list[Any]]) -> int:
@@ -336,10 +294,8 @@ def _agreed_num_experts(saves: list[list[Any]]) -> int:
             )
     (_, _, num_rank_files, local), world_size = saves[0], len(saves)
     if not 1 <= num_rank_files <= world_size or local < 1:
-        raise CheckpointError(
-            f"{num_rank_files} rank files of {local} experts cannot be written by {world_size} "
-            "ranks"
-        )
+        files = f"{num_rank_files} rank files of {local} experts"
+        raise CheckpointError(f"{files} cannot be written by {world_size} ranks")
     # raises if these experts cannot be placed
     return local * count_rank_files(local * num_rank_files, world_size, num_rank_files)
 

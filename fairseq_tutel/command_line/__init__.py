@@ -3,8 +3,6 @@
 Standard library only.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -14,9 +12,8 @@ from typing import NoReturn
 
 from .quiet import silence_imports
 
-# A training process has saved a checkpoint on SIGUSR1 and wants to be queued again. The launcher
-# passes the code on to scripts/slurm/train.sbatch. 85 is neither a code of the shell (126-165) nor
-# of sysexits.h (64-78).
+# A training process has saved a checkpoint on SIGUSR1 and wants to be queued again. 85 is neither a
+# code of the shell (126-165) nor of sysexits.h (64-78).
 EXIT_REQUEUE = 85
 # A training process has saved a checkpoint with more experts (--moe-grow-at). A launcher that
 # starts the ranks again sets RESTARTS for them.
@@ -41,10 +38,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Exit with the result of ``main``; quietly if the reader of its output has ended (``| head``).
-
-    Lines that importing fairseq would print are left out.
-    """
+    """Exit with the result of ``main``; quietly if its output has no reader (``| head``)."""
     silence_imports()
     try:
         status = main()
@@ -69,10 +63,7 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 
 
 def flag_value(words: Sequence[str], *flags: str) -> str | None:
-    """Return the last value of any of ``flags`` in a command, or None.
-
-    Both ``--flag value`` and ``--flag=value`` count.
-    """
+    """Return the last ``--flag value`` or ``--flag=value`` of any of ``flags``, or None."""
     value = None
     for i, word in enumerate(words):
         name, equals, text = word.partition("=")
@@ -84,11 +75,7 @@ def flag_value(words: Sequence[str], *flags: str) -> str | None:
 
 
 def config_directory(file: str) -> Path:
-    """Return ``configs`` of the working directory if it has the file, else the shipped folder.
-
-    Args:
-        file: relative to the folder, as ``hardware/h100.yaml``.
-    """
+    """Return ``configs`` of the working directory if it has the file, else the shipped folder."""
     here = Path("configs")
     return here if (here / file).is_file() else CONFIGS
 

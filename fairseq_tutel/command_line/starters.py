@@ -1,9 +1,4 @@
-"""Environment variables by which torchrun, MPI, SLURM and PMI tell a process its rank.
-
-Standard library only.
-"""
-
-from __future__ import annotations
+"""Environment variables by which torchrun, MPI, SLURM and PMI tell a process its rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

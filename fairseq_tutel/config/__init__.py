@@ -1,8 +1,7 @@
 """Frozen options of an MoE layer, with their ranges and rules.
 
-The command line, Hydra configs, the layer and the planner build the same three values:
-:class:`MoEConfig`, :class:`ExchangeConfig` and :class:`ExpertConfig`. Standard library only:
-the launcher and the planner run without torch or fairseq.
+The command line, Hydra configs, the layer and the planner build the same :class:`MoEConfig`,
+:class:`ExchangeConfig` and :class:`ExpertConfig`.
 """
 
 from .exchange import EXPERT_PLACEMENTS, OVERLAP_DEGREES, WIRES, ExchangeConfig, exchange_size

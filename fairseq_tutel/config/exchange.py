@@ -29,9 +29,7 @@ class ExchangeConfig:
         or_auto=True,
     )
     ranks_per_node: int = option(
-        0,
-        "ranks per node, for exchanges that know nodes; 0: as the machines are",
-        at_least(0),
+        0, "ranks per node, for exchanges that know nodes; 0: as the machines are", at_least(0)
     )
     overlap_degree: int = option(
         1,
@@ -94,9 +92,7 @@ class ExchangeConfig:
     def __post_init__(self):
         check_options(self)
         if self.balance_ranks and self.algorithm != "linear":
-            raise OptionError(
-                f"`balance_ranks=True` needs `algorithm='linear'`, not {self.algorithm!r}"
-            )
+            raise OptionError("`balance_ranks=True` needs `algorithm='linear'`")
 
     def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
         """Return the format (one of WIRES) of tokens, of outputs (``back``) or of gradients."""
@@ -120,23 +116,16 @@ class ExchangeConfig:
 def exchange_size(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:
     """Return P, the number of ranks that exchange tokens and together hold every expert once.
 
-    Args:
-        num_experts: E.
-        world_size: W.
-        expert_parallel_size: P; 0: as large as possible, min(E, W).
-
-    Raises:
-        ValueError: E is below 1; neither of E and W divides the other; P does not divide both.
+    ``expert_parallel_size`` 0 chooses the largest, min(E, W). ValueError is raised if E is below 1,
+    neither of E and W divides the other, or P does not divide both.
     """
     size = expert_parallel_size
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts} must be at least 1")
     if not size:
         if num_experts % world_size and world_size % num_experts:
-            raise ValueError(
-                f"{num_experts} experts cannot be spread over {world_size} ranks: one number must "
-                "divide the other"
-            )
+            both = f"{num_experts} experts cannot be spread over {world_size} ranks"
+            raise ValueError(f"{both}: one number must divide the other")
         return min(num_experts, world_size)
     if not isinstance(size, int) or size < 0 or world_size % size or num_experts % size:
         raise ValueError(

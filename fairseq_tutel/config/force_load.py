@@ -1,7 +1,5 @@
 """``force_load``: shares of the load per expert, for benchmarks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -26,10 +24,7 @@ def _shares(text: str) -> tuple[int, ...]:
 def check_force_load(text: str, num_experts: int, top_k: int, benchmark: bool) -> None:
     """Raise OptionError if the shares cannot be given to the experts, or without ``benchmark``."""
     if not benchmark:
-        raise OptionError(
-            f"`force_load={text}` makes a training worthless: give `benchmark=True` too, for a run "
-            "that only measures speed"
-        )
+        raise OptionError(f"`force_load={text}` only measures speed: give `benchmark=True` too")
     shares = _shares(text)
     rounds, rest = divmod(num_experts, len(shares))
     if not rounds:

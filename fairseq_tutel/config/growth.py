@@ -15,11 +15,7 @@ class GrowAt:
 
     @classmethod
     def of(cls, text: str | None) -> GrowAt | None:
-        """Parse the option's value; return None for None.
-
-        Raises:
-            ValueError: another form than UPDATE:EXPERTS.
-        """
+        """Parse the option's value, UPDATE:EXPERTS or None; raise ValueError for another form."""
         if text is None:
             return None
         match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", str(text))

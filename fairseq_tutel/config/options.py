@@ -1,16 +1,10 @@
 """Help text, range, choices and flag of an option, all stated beside its default.
 
-:func:`option` makes a field of a dataclass. :func:`documented` writes the dataclass's docstring
-from its fields and :func:`check_options` checks values. A host makes flags, schema keys and table
-rows from the same fields (:mod:`fairseq_tutel.integrations.fairseq.options.fields`).
-
-Help texts name other options as arguments in backticks (```top_k=1```). :func:`with_flags` turns
-them into flags (``--moe-top-k 1``).
-
-Numbers must be finite: nan compares as false with every bound, and would pass as if not given.
+A host makes flags, schema keys and table rows from the fields of a dataclass
+(:mod:`fairseq_tutel.integrations.fairseq.options.fields`). Help texts name other options as
+arguments in backticks (```top_k=1```). :func:`with_flags` turns them into flags. Numbers must be
+finite: nan compares as false with every bound, and would pass as if not given.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -20,19 +14,11 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 SAME = "as in Python"  # the default of option(flag_default=)
 # by the name of a field's type, because postponed annotations are texts
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str)}
-
-
-class Implementations(Protocol):
-    """Registry of implementations, as an option sees it whose values are their names."""
-
-    def get(self, name: str) -> Any: ...
-
-    def options(self, name: str, given: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,7 @@ def option(
     allowed: Range | None = None,
     *,
     choices: Sequence[Any] | None = None,
-    registry: Implementations | None = None,
+    registry: Any = None,
     options: str | None = None,
     flag: str | None = None,
     alias: str | None = None,
@@ -98,7 +84,7 @@ def option(
         help: effect of the option.
         allowed: range of a number (default: any finite one).
         choices: allowed values (default: any).
-        registry: the value names one of these implementations.
+        registry: ``Registry`` of implementations, one of which the value names.
         options: name of the field that holds the options of that implementation.
         flag: name on the command line (default: made from the field's name).
         alias: former flag, still accepted.
@@ -159,13 +145,10 @@ def documented(options: _Class) -> _Class:
 
 
 def check_options(options: Any) -> None:
-    """Check the values of a dataclass of options against what its fields state.
+    """Check values of a dataclass of options against its fields; ValueError names what is wrong.
 
     An int becomes a float for a float field, and a host's Enum becomes its text. The options of a
     chosen implementation become an object of its class ``Options``.
-
-    Raises:
-        ValueError: wrong type, choice or range, with the option's name and value.
     """
     for field in dataclasses.fields(options):
         value, choices = getattr(options, field.name), field.metadata.get("choices")
@@ -183,17 +166,12 @@ def check_options(options: Any) -> None:
             raise ValueError(f"{field.name}={value!r} is unknown; choose one of {listing}")
     check_ranges(options, type(options), as_argument)
     for field in dataclasses.fields(options):
-        _check_implementation(options, field)
-
-
-def _check_implementation(options: Any, field: dataclasses.Field) -> None:
-    registry, chosen = field.metadata.get("registry"), getattr(options, field.name)
-    if registry is None:
-        return
-    registry.get(chosen)
-    name = field.metadata["options"]
-    if name is not None:
-        object.__setattr__(options, name, registry.options(chosen, getattr(options, name)))
+        if (registry := field.metadata.get("registry")) is None:
+            continue
+        chosen, name = getattr(options, field.name), field.metadata["options"]
+        registry.get(chosen)
+        if name is not None:
+            object.__setattr__(options, name, registry.options(chosen, getattr(options, name)))
 
 
 def as_flag(name: str, value: Any) -> str:
@@ -207,11 +185,7 @@ def as_argument(name: str, value: Any) -> str:
 
 
 def check_ranges(values: Any, options: type, spell: Callable[[str, Any], str] = as_flag) -> None:
-    """Check numbers among the attributes of ``values`` against the ranges of a dataclass.
-
-    Raises:
-        ValueError: one line with all numbers out of range, each as ``spell(name, value)``.
-    """
+    """Raise ValueError for attributes out of the ranges of a dataclass, all by ``spell``."""
     wrong = []
     for field in dataclasses.fields(options):
         allowed, value = field.metadata.get("range"), getattr(values, field.name, None)

@@ -1,10 +1,4 @@
-"""Implementations by name: routers, exchanges and networks of experts. Standard library only.
-
-The command line, the Hydra schema, the planner and the layer read a registry. An implementation is
-one file, in this package or a user's own.
-"""
-
-from __future__ import annotations
+"""Implementations by name: routers, exchanges and networks of experts. Each is one file."""
 
 import dataclasses
 import inspect
@@ -24,11 +18,7 @@ class Options:
 
 
 class Registry:
-    """Classes by name. Each class has a dataclass ``Options``.
-
-    Args:
-        kind: the option that chooses a class, for error texts.
-    """
+    """Classes by name, each with a dataclass ``Options``; the option ``kind`` chooses one."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -36,11 +26,7 @@ class Registry:
         self._listeners: list[Callable[[], None]] = []
 
     def register(self, name: str) -> Callable[[type], type]:
-        """Return a decorator that registers a class under ``name``.
-
-        Raises:
-            ValueError: another class has the name, or the flag of one of its options.
-        """
+        """Return a decorator that registers a class; ValueError if its name or a flag is taken."""
 
         def add(implementation: type) -> type:
             before = self._classes.get(name, implementation)
@@ -88,14 +74,9 @@ class Registry:
         return (inspect.getdoc(self.get(name)) or "").split("\n")[0].rstrip(".")
 
     def options(self, name: str, given: Options | Mapping[str, Any] | None = None) -> Options:
-        """Return the ``Options`` of a class.
+        """Return the ``Options`` of a class; ValueError for an unknown name, option or value.
 
-        Args:
-            name: of the class.
-            given: values by name, or the object itself; None: all defaults.
-
-        Raises:
-            ValueError: unknown name, option or value, or the options of another class.
+        ``given`` are values by name, or the object itself; None: all defaults.
         """
         wanted = self.get(name).Options
         if isinstance(given, Options) and type(given) is wanted:
@@ -113,34 +94,22 @@ class Registry:
             raise ValueError(f"{self.kind} {name}: {error}") from None
 
     def flags(self, name: str | None = None) -> dict[str, dataclasses.Field]:
-        """Return the fields of a class's ``Options`` by flag, as ``moe_cosine_bias``.
-
-        Args:
-            name: of the class; None: the flags of all classes.
-        """
+        """Return the fields of one or all ``Options`` by flag, as ``moe_cosine_bias``."""
         names = self if name is None else [name]
         return {
             flag: field for each in names for flag, field in _flags(each, self.get(each)).items()
         }
 
     def options_of_flags(self, name: str, values: Any) -> Options:
-        """Return :meth:`options` from an object that has an attribute per flag.
-
-        A flag without an attribute has its default.
-
-        Raises:
-            ValueError: see :meth:`options`; also for an option of another class that is set.
-        """
+        """Return :meth:`options` from attributes named as flags; ValueError for another class's."""
         mine, given = self.flags(name), {}
         for flag, field in self.flags().items():
             value = getattr(values, flag, field.default)
             if flag in mine:
                 given[field.name] = value
             elif value != field.default:
-                raise ValueError(
-                    f"{as_flag(flag, value)} is an option of another {self.kind} than {name}, "
-                    "which was chosen"
-                )
+                given = as_flag(flag, value)
+                raise ValueError(f"{given} is an option of another {self.kind} than {name}")
         return self.options(name, given)
 
 

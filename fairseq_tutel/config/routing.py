@@ -38,9 +38,7 @@ class MoEConfig:
         flag_default=None,
     )
     eval_capacity_factor: float = option(
-        0.0,
-        "capacity in evaluation, as `capacity_factor`; 0: no limit",
-        flag_default=None,
+        0.0, "capacity in evaluation, as `capacity_factor`; 0: no limit", flag_default=None
     )
     eval_capacity_token_fraction: float = option(
         0.0,
@@ -231,10 +229,7 @@ class MoEConfig:
     def __post_init__(self):
         check_options(self)
         if self.top_k > self.num_experts:
-            raise OptionError(
-                f"`top_k={self.top_k}` must lie between 1 and the number of experts, "
-                f"{self.num_experts}"
-            )
+            raise OptionError(f"`top_k={self.top_k}` must be at most {self.num_experts} (experts)")
         self._check_load_importance_loss()
         self._check_load_bias()
         self._check_groups()
@@ -246,27 +241,19 @@ class MoEConfig:
         if self.force_load:
             check_force_load(self.force_load, self.num_experts, self.top_k, self.benchmark)
         if self.unnormalized_weights and self.normalize_before_dropping:
-            raise OptionError(
-                "`normalize_before_dropping` and `unnormalized_weights` contradict each other: "
-                "give one of them"
-            )
+            raise OptionError("`normalize_before_dropping` contradicts `unnormalized_weights`")
 
     def _check_load_importance_loss(self) -> None:
         if not self.load_importance_loss:
             return
         if self.gate_noise <= 0:
-            raise OptionError(
-                "`load_importance_loss` needs a `gate_noise` > 0: the load is estimated from the "
-                f"noise's distribution, and `gate_noise={self.gate_noise}`"
-            )
+            raise OptionError("`load_importance_loss` needs a `gate_noise` > 0")
         others = ["balance_scope", "balance_choices", "load_bias", "score_function", "null_experts"]
         others.append("num_expert_groups")
         for name in others:
             if getattr(self, name) != getattr(type(self), name):
-                raise OptionError(
-                    "`load_importance_loss` and its noise are for GShard's choice and loss, not "
-                    f"for `{name}={getattr(self, name)!r}`: give one or the other"
-                )
+                other = f"`{name}={getattr(self, name)!r}`"
+                raise OptionError(f"`load_importance_loss` or {other}: give one of them")
 
     def _check_load_bias(self) -> None:
         if self.load_bias == "none":
@@ -277,10 +264,8 @@ class MoEConfig:
                 f"{self.second_expert_policy!r}: drawn choices do not answer to a bias"
             )
         if self.top_k == self.num_outputs and self.moves_load_bias:
-            raise OptionError(
-                f"`load_bias={self.load_bias!r}` has nothing to choose: `top_k={self.top_k}` takes "
-                "all experts"
-            )
+            given = f"`load_bias={self.load_bias!r}` has nothing to choose"
+            raise OptionError(f"{given}: `top_k={self.top_k}` takes all experts")
 
     def _check_groups(self) -> None:
         groups = self.num_expert_groups
@@ -331,12 +316,7 @@ class MoEConfig:
         return 1 if self.balance_choices == "first" else self.top_k
 
     def capacity(self, num_tokens: int, training: bool) -> int | None:
-        """Return C, the most rows that a rank may send to an expert; None: no limit.
-
-        Args:
-            num_tokens: T, the largest of all ranks.
-            training: False: the capacity of evaluation.
-        """
+        """Return C, the most rows that a rank may send to an expert, or None; T is the largest."""
         if not training and self.eval_capacity_token_fraction > 0:
             return math.ceil(self.eval_capacity_token_fraction * num_tokens)
         factor = self.capacity_factor if training else self.eval_capacity_factor
@@ -356,9 +336,5 @@ class MoEConfig:
         return self.num_experts * capacity
 
     def is_static(self, training: bool) -> bool:
-        """Return whether the capacity alone decides the sizes of buffers.
-
-        Evaluation allocates what it needs: Meta's 0.25 T rows per expert would fill E/8 times the
-        memory of training.
-        """
+        """Return whether the capacity alone decides the sizes of buffers; never in evaluation."""
         return training and self.capacity_factor > 0

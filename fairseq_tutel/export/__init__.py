@@ -1,10 +1,6 @@
 """Models with experts for other programs: transformers, and C++ without Python (language models).
 
-    python -m fairseq_tutel.export huggingface CHECKPOINT FOLDER
-    python -m fairseq_tutel.export aot CHECKPOINT model.pt2
-
-Exports evaluate without a capacity, as fairseq generates. An :class:`ExportError` names what cannot
-be exported. The README beside this file shows both commands from end to end.
+Exports evaluate without a capacity, as fairseq generates. README.md shows the commands.
 """
 
 from .aot import export_aot, export_layer, layer_twin

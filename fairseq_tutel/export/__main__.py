@@ -1,7 +1,5 @@
 """Command line of the exports: huggingface, aot."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -39,43 +37,30 @@ def build_parser() -> argparse.ArgumentParser:
         "huggingface",
         help="write a folder that transformers loads (language models: trust_remote_code=True)",
     )
+    hub.set_defaults(run=_export_huggingface)
     hub.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     hub.add_argument("folder", metavar="FOLDER", type=Path, help="must be new or empty")
-    hub.add_argument(
-        "--data",
-        type=Path,
-        help="dict.txt, or its folder (default: the data that the checkpoint names)",
-    )
-    hub.add_argument(
-        "--sentencepiece-model", type=Path, metavar="FILE", help="split text by sentencepiece"
-    )
+    hub.add_argument("--data", type=Path, help="dict.txt, or its folder (default: the data that "
+                     "the checkpoint names)")  # fmt: skip
+    hub.add_argument("--sentencepiece-model", type=Path, metavar="FILE",
+                     help="split text by sentencepiece")  # fmt: skip
     for name, file in (("encoder-json", "encoder.json"), ("vocab-bpe", "vocab.bpe")):
         text = f"{file}: split text into GPT-2's byte pairs (give both files)"
         hub.add_argument(f"--gpt2-{name}", type=Path, metavar="FILE", help=text)
-    hub.add_argument(
-        "--max-file-gb",
-        type=in_range(float, above(0)),
-        default=5.0,
-        metavar="N",
-        help="largest file of weights, in 10^9 bytes (default %(default)s)",
-    )
+    hub.add_argument("--max-file-gb", type=in_range(float, above(0)), default=5.0, metavar="N",
+                     help="largest file of weights, in 10^9 bytes (default 5.0)")  # fmt: skip
     ahead = commands.add_parser(
         "aot", help="write an AOTInductor package, which a C++ program runs without Python"
     )
+    ahead.set_defaults(
+        run=lambda a: export_aot(a.checkpoint, a.package, layer=a.layer, device=a.device)
+    )
     ahead.add_argument("checkpoint", metavar="CHECKPOINT", help=_CHECKPOINT)
     ahead.add_argument("package", metavar="NAME.pt2", type=Path, help="must not exist")
-    ahead.add_argument(
-        "--layer",
-        type=in_range(int, at_least(0)),
-        metavar="N",
-        help="export one decoder layer's router and experts (counted from 0)",
-    )
-    ahead.add_argument(
-        "--device",
-        default="cpu",
-        choices=("cpu", "cuda"),
-        help="device of the package, which this machine must have (default %(default)s)",
-    )
+    ahead.add_argument("--layer", type=in_range(int, at_least(0)), metavar="N", help="export one "
+                       "decoder layer's router and experts (counted from 0)")  # fmt: skip
+    ahead.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the "
+                       "package, which this machine must have (default %(default)s)")  # fmt: skip
     return parser
 
 
@@ -84,22 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        print(_export(args))
+        print(args.run(args))
         return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
 
 
-def _export(args) -> Path:
-    if args.command == "aot":
-        return export_aot(args.checkpoint, args.package, layer=args.layer, device=args.device)
-    files = TokenizerFiles(
-        args.data, args.sentencepiece_model, args.gpt2_encoder_json, args.gpt2_vocab_bpe
-    )
-    return export_huggingface(
-        args.checkpoint, args.folder, files, max_bytes=int(args.max_file_gb * 1e9)
-    )
+def _export_huggingface(args) -> Path:
+    files = args.data, args.sentencepiece_model, args.gpt2_encoder_json, args.gpt2_vocab_bpe
+    size = int(args.max_file_gb * 1e9)
+    return export_huggingface(args.checkpoint, args.folder, TokenizerFiles(*files), max_bytes=size)
 
 
 if __name__ == "__main__":

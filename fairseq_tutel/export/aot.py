@@ -1,11 +1,8 @@
 """AOTInductor packages: models compiled ahead of time, which a C++ program runs without Python.
 
-A package is one file, ``NAME.pt2``, with a shared library and the weights. It takes any number of
-sentences and tokens. It runs on one kind of device and, on a CPU, needs the instruction sets of the
-machine that compiled it.
+A package is one file, ``NAME.pt2``, for any number of sentences and tokens. It runs on one kind of
+device and, on a CPU, needs the instruction sets of the machine that compiled it.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
@@ -36,7 +33,7 @@ def export_aot(
     """Compile the language model of a checkpoint: tokens int64 [B, L] -> logits [B, L, V].
 
     Args:
-        checkpoint: a set or a merged file; it is not changed.
+        checkpoint: a set or a merged file; CheckpointError if it cannot be read.
         path: NAME.pt2, which must not exist; it is returned.
         layer: compile the router and experts of this layer alone, counted from 0: [T, M] ->
             [T, M] (default None: the model).
@@ -44,7 +41,6 @@ def export_aot(
 
     Raises:
         ExportError: the model cannot be exported, or this machine cannot compile it.
-        CheckpointError: the checkpoint cannot be read.
     """
     path = _checked(path, device)
     source = ModelSource(checkpoint, ["transformer_lm_gpt_moe"])
@@ -66,22 +62,15 @@ def export_aot(
 def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> Path:
     """Compile one layer: [T, M] -> [T, M] for any T, in the dtype of the layer's weights.
 
-    Args:
-        layer: the layer, with all experts on this rank; the package drops nothing.
-        path, device: as of :func:`export_aot`.
-
-    Raises:
-        ExportError: the layer has a gate or experts of your own, or experts on other ranks.
+    ``path`` and ``device`` are those of :func:`export_aot`. The package drops nothing. ExportError
+    is raised if the layer has a gate or experts of your own, or experts on other ranks.
     """
     path = _checked(path, device)
     return _compile_layer(layer_twin(layer), path, device)
 
 
 def layer_twin(layer: MoELayer) -> FairseqMoEBlock:
-    """Return a layer in evaluation, in core operators of torch, with copies of its weights.
-
-    ExportError is raised as by :func:`export_layer`.
-    """
+    """Return a layer in evaluation, in core operators of torch, with copies of its weights."""
     config = _describe(layer)
     twin = inference_layer(config)
     shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
@@ -106,10 +95,7 @@ def _with(module: Module, tensors: Mapping[str, torch.Tensor]) -> Module:
 def _describe(layer: MoELayer) -> LayerConfig:
     groups, experts, shared = layer.groups, layer.experts, layer.shared_expert
     if (spread := groups.ep_size * groups.num_slices) > 1:
-        raise ExportError(
-            f"the layer's experts are spread over {spread} ranks: save it, and load it in one "
-            "process"
-        )
+        raise ExportError(f"experts are spread over {spread} ranks: load them in one process")
     if type(layer.gate) is not ROUTERS.get(layer.config.router):
         raise ExportError(f"a gate of your own ({type(layer.gate).__name__}) cannot be exported")
     networks = [name for name in EXPERTS if type(experts) is EXPERTS.get(name)]
@@ -137,9 +123,7 @@ def _checked(path: str | Path, device: str) -> Path:
     if path.exists():
         raise ExportError(f"{path}: exists; remove it or give another name")
     if not hasattr(torch._inductor, "aoti_compile_and_package"):
-        raise ExportError(
-            f"torch {torch.__version__} cannot write AOTInductor packages; use 2.6 or newer"
-        )
+        raise ExportError(f"torch {torch.__version__} cannot write packages; use 2.6 or newer")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ExportError(f"--device {device}: this machine has no GPU")
     compiler = os.environ.get("CXX", "g++").split()[0]
@@ -166,8 +150,6 @@ def _compile(
     with torch.no_grad():
         program = torch.export.export(module, (example,), dynamic_shapes=(dict(sizes),))
         torch._inductor.aoti_compile_and_package(
-            program,
-            package_path=str(path),
-            inductor_configs={"aot_inductor.metadata": dict(facts)},
+            program, package_path=str(path), inductor_configs={"aot_inductor.metadata": dict(facts)}
         )
     return path

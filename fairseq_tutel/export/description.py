@@ -1,7 +1,5 @@
 """Configs of exported layers and models, as plain values with the names of ``config.json``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +14,7 @@ NETWORKS = ("ffn", "swiglu", "geglu", "clamped_swiglu")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Config of a layer with experts in evaluation, without a capacity.
-
-    ``huggingface_files/configuration_fairseq_moe.py`` says what each field means.
-    """
+    """Config of a layer with experts in evaluation; see ``configuration_fairseq_moe.py``."""
 
     hidden_size: int
     num_experts: int
@@ -76,11 +71,9 @@ def describe_layer(
     Args:
         config: routing options.
         model_dim, hidden_dim: M and F of an expert.
-        network: name of the experts' network (default "ffn").
-        network_options: the network's own options (default None: the network's defaults).
-        activation: fairseq's name (default "gelu").
-        shared_dim: hidden width of the shared expert (default 0: none).
-        shared_gate: whether it has a gate (default False).
+        network, network_options: name and own options of the experts' network.
+        activation: fairseq's name.
+        shared_dim, shared_gate: width of the shared expert (0: none), and whether it has a gate.
 
     Raises:
         ExportError: names a router, a network, an activation or null experts.

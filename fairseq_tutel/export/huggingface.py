@@ -1,7 +1,5 @@
 """A model with experts as a folder for transformers, which this package does not import."""
 
-from __future__ import annotations
-
 import importlib.util
 import secrets
 import shutil
@@ -29,7 +27,7 @@ def export_huggingface(
     ``AutoModelForSeq2SeqLM.from_pretrained(folder)`` a translation model.
 
     Args:
-        checkpoint: a set or a merged file; it is not changed.
+        checkpoint: a set or a merged file; CheckpointError if it cannot be read.
         folder: must be new or empty; it is returned.
         tokenizer: files that split text (default None: words of the dictionary in the data that
             the checkpoint names).
@@ -37,8 +35,6 @@ def export_huggingface(
 
     Raises:
         ExportError: the model or its dictionary cannot be exported, or safetensors is missing.
-            No folder is left.
-        CheckpointError: the checkpoint cannot be read.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -60,10 +56,7 @@ def export_huggingface(
 
 
 def _write_weights(source: ModelSource, folder: Path, max_bytes: int) -> None:
-    """Write files of at most ``max_bytes`` (or one tensor) each, and their index if several.
-
-    Memory holds one file.
-    """
+    """Write files of at most ``max_bytes`` (or one tensor) each, and their index if several."""
     from safetensors.torch import save_file
 
     sizes = {

@@ -1,7 +1,5 @@
 """A language model as a class whose code is in the folder (``huggingface_files``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,16 +8,16 @@ from typing import Any
 from ..checkpoint.folders import SPECIAL_IDS, Place, place_in_language_model
 from .description import ModelConfig
 from .errors import ExportError
-from .form import Form
 from .options import StoredOptions
 from .tokenizer import TokenizerFiles
 from .twin import InferenceModel
 
 
-class LanguageModel(Form):
-    """Decoder with experts; ``config`` is a :class:`ModelConfig`."""
+class LanguageModel:
+    """Decoder with experts: a form of ``source.FORMS``; ``config`` is a :class:`ModelConfig`."""
 
     embedding = "model.embed_tokens.weight"
+    copies: tuple[str, ...] = ()
     code = tuple(f"{name}_fairseq_moe" for name in ("configuration", "layers", "modeling"))
 
     def __init__(self, options: StoredOptions, weights: Mapping[str, Any]):

@@ -1,7 +1,5 @@
 """A translation model as transformers' own class NllbMoe; the folder has no code."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 from ..checkpoint import split_key
 from ..checkpoint.folders import SPECIAL_IDS, Place, nllb_shapes, place_in_nllb
 from .errors import ExportError
-from .form import Form
 from .options import StoredOptions, flag_of
 from .tokenizer import TokenizerFiles
 
@@ -42,11 +39,12 @@ _FIXED = {
 }
 
 
-class Nllb(Form):
-    """Encoder-decoder with experts; ``config`` has the fields of NllbMoeConfig."""
+class Nllb:
+    """Encoder-decoder with experts: a form; ``config`` has the fields of NllbMoeConfig."""
 
     embedding = "model.shared.weight"
     copies = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+    code = ()
 
     def __init__(self, options: StoredOptions, weights: Mapping[str, Any]):
         self._options = options

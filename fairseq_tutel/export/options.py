@@ -1,7 +1,5 @@
 """The options that a checkpoint stores."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,19 +26,12 @@ _BOS, _EOS = 0, 2  # in every dictionary of fairseq
 
 @dataclass(frozen=True)
 class StoredOptions:
-    """Options in a checkpoint.
+    """Options in a checkpoint."""
 
-    Attributes:
-        architecture: name of the model in fairseq.
-        model: all options of the architecture.
-        task: what the task's own options say.
-        num_experts: experts of a layer, over all ranks.
-    """
-
-    architecture: str
-    model: SimpleNamespace
+    architecture: str  # name of the model in fairseq
+    model: SimpleNamespace  # all options of the architecture
     task: Mapping[str, Any]
-    num_experts: int
+    num_experts: int  # of a layer, over all ranks
 
     @property
     def data(self) -> Path | None:
@@ -60,16 +51,13 @@ class StoredOptions:
             if getattr(model, name, None):
                 raise ExportError(f"a model with {flag_of(name)} cannot be exported")
         if rank := getattr(model, "moe_lora_rank", 0):
-            raise ExportError(
-                f"a model with --moe-lora-rank {rank} is exported once it is merged: python -m "
-                "fairseq_tutel.checkpoint merge-lora PATH OUT"
-            )
+            merge = "python -m fairseq_tutel.checkpoint merge-lora PATH OUT"
+            raise ExportError(f"merge a model with --moe-lora-rank {rank} first: {merge}")
         first, *others = (f"{side}_embed_dim" for side in sides)
         for name in (*others, "decoder_input_dim", "decoder_output_dim"):
-            if getattr(model, name) not in (None, getattr(model, first)):
+            if (found := getattr(model, name)) not in (None, getattr(model, first)):
                 raise ExportError(
-                    f"{flag_of(name)} {getattr(model, name)}, which differs from "
-                    f"{flag_of(first)} {getattr(model, first)}, cannot be exported"
+                    f"{flag_of(name)} {found} cannot be exported: it differs from {flag_of(first)}"
                 )
 
     def describe_layer(self, hidden_dim: int) -> LayerConfig:
@@ -81,8 +69,7 @@ class StoredOptions:
         config = moe_config(model, self.num_experts)
         if config.capacity(2**20, training=False) is not None:
             logger.warning(
-                "the model evaluates with a capacity; the exported one drops nothing, as fairseq's "
-                "generation"
+                "the model evaluates with a capacity; the export drops nothing, as in generation"
             )
         experts = ExpertConfig(**values_of(ExpertConfig, model))
         return describe_layer(
@@ -105,12 +92,7 @@ def flag_of(name: str) -> str:
 def read_options(
     state: Mapping[str, Any], num_experts: int, path: str, architectures: Collection[str]
 ) -> StoredOptions:
-    """Return the options in the state of a checkpoint without experts.
-
-    Raises:
-        ExportError: the model has none of these architectures.
-        ImportError: fairseq, which knows the options' defaults, is not installed.
-    """
+    """Return a state's options; ExportError if the model has none of these architectures."""
     register()
     from ..integrations.fairseq.models import ARCHITECTURES
     from ..integrations.fairseq.models.transformer_fields import fill_sizes
@@ -120,10 +102,8 @@ def read_options(
     stored = {name: cfg.model[name] for name in cfg.model}
     name = stored.get("_name")
     if name not in architectures:
-        raise ExportError(
-            f"{path}: a model of the architecture {name} cannot be exported, only one of "
-            f"{' or '.join(architectures)}"
-        )
+        known = " or ".join(architectures)
+        raise ExportError(f"{path}: architecture {name} cannot be exported, only {known}")
     given = {key: value for key, value in stored.items() if value is not None}
     defaults = {
         key: value

@@ -1,7 +1,5 @@
 """A sentencepiece model as parts of ``tokenizer.json``."""
 
-from __future__ import annotations
-
 import base64
 import logging
 from collections.abc import Mapping
@@ -19,8 +17,8 @@ _NORMAL, _USER_DEFINED, _BYTE = 1, 4, 6
 def of_sentencepieces(file: Path, symbols: list[str]) -> dict:
     """Return normalizer, pre_tokenizer, decoder and model that split text as sentencepiece does.
 
-    A piece that the dictionary (``symbols``) lacks is left out, with a warning. ExportError is
-    raised for a model that tokenizer.json cannot express, and if sentencepiece is missing.
+    A piece that the dictionary lacks is left out, with a warning. ExportError if sentencepiece is
+    missing, or the model cannot be expressed.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2

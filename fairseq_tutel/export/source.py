@@ -1,10 +1,7 @@
 """A model with experts, read from a checkpoint in the form that it has in transformers.
 
-The checkpoint is a set or a merged file of this package, or one of Meta's branches. Weights
-are mapped from the files, one expert at a time, and checked for damage when they are first read.
+Weights are mapped from the files, one expert at a time, and checked when they are first read.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -15,26 +12,21 @@ import torch
 from ..checkpoint import read_set, split_key
 from ..checkpoint.folders import Place, is_no_weight
 from .errors import ExportError
-from .form import Form
 from .language_model import LanguageModel
 from .nllb import Nllb
 from .options import StoredOptions, read_options
 
-# architectures of fairseq -> what they become
-FORMS: dict[str, type[Form]] = {"transformer_lm_gpt_moe": LanguageModel, "transformer_moe": Nllb}
+# Architectures of fairseq -> what they become. A form has the exported tensors' ``shapes``, the
+# ``place`` of a stored tensor in them, ``copies`` (stored tensors that repeat the ``embedding``),
+# and the files of a folder: ``json_files``, ``code`` and those of the tokenizer.
+FORMS = {"transformer_lm_gpt_moe": LanguageModel, "transformer_moe": Nllb}
 
 
 class ModelSource:
-    """An open checkpoint.
+    """An open checkpoint; ExportError if it holds something that cannot be exported.
 
-    Attributes:
-        path: the checkpoint's name.
-        options: options of the model and its task, as stored.
-        form: the model's form.
-        config: the model, as the form describes it.
-        shapes, dtypes: of the exported tensors, by name.
-
-    ExportError is raised if the checkpoint holds something that cannot be exported.
+    ``options`` are those of model and task, ``form`` and ``config`` describe the exported model,
+    ``shapes`` and ``dtypes`` its tensors by name.
     """
 
     def __init__(self, path: str | Path, architectures: Collection[str] = FORMS.keys()):
@@ -68,10 +60,8 @@ class ModelSource:
         """Return names in an MoE layer by names in the model; ExportError for a dense layer."""
         sparse = self.config.moe_layers
         if number not in sparse:
-            raise ExportError(
-                f"{self.path}: layer {number} has no experts; those that have: "
-                f"{', '.join(map(str, sparse))}"
-            )
+            known = ", ".join(map(str, sparse))
+            raise ExportError(f"{self.path}: layer {number} has no experts; give one of {known}")
         prefix = f"model.layers.{number}.moe."
         return {name: name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)}
 
@@ -98,12 +88,10 @@ class ModelSource:
         return place
 
     def _check(self) -> None:
-        """Check that stored tensors have places of their sizes and fill all; note dtypes, experts.
-
-        The experts of a set are alike, which its reader ensures: the first stands for all.
-        """
+        """Check that stored tensors fill all places; note dtypes and experts."""
         filled = dict.fromkeys(self.shapes, 0)
         stored = dict(self._dense)
+        # the reader ensures that experts are alike: the first stands for all
         tensors, _ = self._reader.experts(range(1), with_optimizer=False)
         for key, values in tensors.items():
             prefix, _, rest = split_key(key)
@@ -117,12 +105,8 @@ class ModelSource:
                 self._experts_in[place.name].add(expert[1])
             known = self.dtypes.setdefault(place.name, values.dtype)
             if known != values.dtype:
-                raise ExportError(
-                    f"{self.path}: {key} is {values.dtype}, others of its kind {known}"
-                )
+                raise ExportError(f"{self.path}: {key} is {values.dtype}, others are {known}")
         for name, shape in self.shapes.items():
             if filled[name] != shape.numel():
-                raise ExportError(
-                    f"{self.path}: {name} should have {shape.numel()} numbers ({list(shape)}), and "
-                    f"the checkpoint has {filled[name]}"
-                )
+                found = f"{filled[name]} numbers, not {shape.numel()} ({list(shape)})"
+                raise ExportError(f"{self.path}: {name} has {found}")

@@ -1,13 +1,10 @@
 """Tokenizer files of an exported folder: fairseq's dictionary and the files that split text.
 
-Words need no code: ``tokenizer.json`` holds the dictionary, and transformers' own class loads it.
-Sentencepieces and byte pairs of a language model need the class in ``huggingface_files``. Pieces
-that the dictionary lacks must become ``<unk>`` after merging, which ``tokenizer.json`` cannot
-express: there, the ids of pieces are also the ids by which they are merged. A translation model has
-no code in its folder: :mod:`.sentencepieces` writes ``tokenizer.json``, and leaves such pieces out.
+Words need no code, only ``tokenizer.json``. Sentencepieces and byte pairs of a language model need
+the class in ``huggingface_files``: pieces that the dictionary lacks must become ``<unk>`` after
+merging, which ``tokenizer.json`` cannot express. For a translation model, whose folder has no code,
+:mod:`.sentencepieces` leaves such pieces out.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import json
@@ -28,15 +25,9 @@ _SPACES = r"[\s\x1c-\x1f]+"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files that split text, named as fairseq-interactive's options; words without the last three.
+    """Files that split text, named as fairseq-interactive's options; without them: words."""
 
-    Attributes:
-        dictionary: dict.txt or its folder (default None: in the data that the model names).
-        sentencepiece_model: file of ``--bpe sentencepiece``.
-        gpt2_encoder_json, gpt2_vocab_bpe: files of ``--bpe gpt2``, both or none.
-    """
-
-    dictionary: Path | None = None
+    dictionary: Path | None = None  # dict.txt or its folder; None: in the data of the model
     sentencepiece_model: Path | None = None
     gpt2_encoder_json: Path | None = None
     gpt2_vocab_bpe: Path | None = None
@@ -51,19 +42,11 @@ class TokenizerFiles:
             raise ExportError("give a sentencepiece model or GPT-2's byte pairs, not both")
 
     def symbols(
-        self,
-        data: Path | None,
-        vocab_size: int,
-        name: str = "dict.txt",
-        more: Sequence[str] = (),
+        self, data: Path | None, vocab_size: int, name: str = "dict.txt", more: Sequence[str] = ()
     ) -> list[str]:
-        """Return the dictionary's symbols; ExportError if a file is missing, or it has others.
+        """Return the ``vocab_size`` symbols of the dictionary, file ``name``; else ExportError.
 
-        Args:
-            data: folder of the dictionary if ``dictionary`` is None.
-            vocab_size: the model's number of symbols.
-            name: the dictionary's file.
-            more: symbols that follow, if the file does not have them.
+        ``data`` is its folder if ``dictionary`` is None. ``more`` follow if the file lacks them.
         """
         path = self.dictionary or data
         if path is None:
@@ -75,12 +58,13 @@ class TokenizerFiles:
             if not file.is_file():
                 raise ExportError(f"{file}: no such file")
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        symbols = [*SPECIAL, *map(_symbol, lines)]
+        words = (line.rstrip().removesuffix(f" {_OVERWRITE}") for line in lines)  # SYMBOL COUNT
+        symbols = [*SPECIAL, *(word.rpartition(" ")[0] for word in words)]
         symbols += [symbol for symbol in more if symbol not in set(symbols)]
         if len(symbols) != vocab_size:
             raise ExportError(
-                f"{path}: has {len(symbols)} symbols, and the model {vocab_size}; give the folder "
-                "of the dictionary that it was trained with by --data"
+                f"{path}: has {len(symbols)} symbols, and the model {vocab_size}; give the model's "
+                "own dictionary by --data"
             )
         return symbols
 
@@ -105,10 +89,7 @@ class TokenizerFiles:
     def write_for_translation(
         self, folder: Path, symbols: list[str], languages: list[str], max_length: int
     ) -> None:
-        """Write the tokenizer of sources and targets: ``</s>`` stands behind every text.
-
-        The tokens of ``languages`` are part of the text that is given.
-        """
+        """Write the tokenizer: ``</s>`` stands behind every text, which holds ``languages``."""
         if self.gpt2_encoder_json:
             raise ExportError("a translation model with GPT-2's byte pairs cannot be exported")
         parts = _words(symbols)
@@ -130,11 +111,6 @@ class TokenizerFiles:
 def write_json(path: Path, content: dict | list) -> None:
     """Write one JSON file of an exported folder."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _symbol(line: str) -> str:
-    """Return the symbol of a line ``SYMBOL COUNT [#fairseq:overwrite]`` of dict.txt."""
-    return line.rstrip().removesuffix(f" {_OVERWRITE}").rpartition(" ")[0]
 
 
 def _config(max_length: int, padding_side: str) -> dict:

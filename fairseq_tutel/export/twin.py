@@ -4,8 +4,6 @@
 modules compute the same numbers without them. Their layers are those of ``huggingface_files``.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,5 +1,3 @@
 """Launcher of a job's ranks; its process imports neither torch nor fairseq."""
 
 from ..command_line import EXIT_REQUEUE
-
-__all__ = ["EXIT_REQUEUE"]

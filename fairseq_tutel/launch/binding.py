@@ -1,12 +1,7 @@
 """Cores for every rank of this node: the machine's topology, a choice, its application.
 
-A rank with a GPU gets its share of the cores of that GPU's NUMA node, as with torchrun's
-``--numa-binding exclusive``, which needs CUDA and numactl. This binding also works on a CPU, within
-a cpuset, with hidden GPUs, and beside srun and mpirun, which may have bound their tasks already.
-Memory follows: Linux takes it from the node that first writes to it.
-
-Linux describes the machine under /sys. Every reader takes the file system's root, so that a test
-can hand in a made-up machine.
+Memory follows the cores: Linux takes it from the node that first writes to it. Readers of /sys take
+the file system's root, so that a test can hand in a made-up machine.
 """
 
 from __future__ import annotations
@@ -126,8 +121,8 @@ def auto_bindings(
 ) -> list[RankBinding]:
     """Return one binding per local rank, to the cores in ``allowed``.
 
-    A rank with a GPU gets its share of the cores of that GPU's NUMA node. Ranks without a GPU get
-    equal slices, hardware threads of one core together, node by node.
+    A rank with a GPU gets its share of the cores of that GPU's NUMA node, as with torchrun's
+    ``--numa-binding exclusive``. Others get equal slices of whole cores, node by node.
     """
     allowed = set(allowed)
     # in the order of NUMA nodes, so that a slice straddles two of them as rarely as possible
@@ -158,30 +153,18 @@ def given_bindings(
     gpus: Sequence[Gpu | None],
     mine: Iterable[int],
 ) -> list[RankBinding]:
-    """Return the bindings that ``--bind 0-11:12-23`` names, one CPU list per local rank.
-
-    ``allowed`` holds for the local ranks that this launcher starts, ``mine``. ValueError is raised
-    for a list that cannot be read, is empty or names a CPU that is not allowed.
-    """
+    """Return the bindings that ``--bind 0-11:12-23`` names; ValueError if they do not fit."""
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
     except ValueError as error:
-        raise ValueError(
-            f"--bind {option}: {error}; choose auto, none, or a CPU list for each local rank, as "
-            "in 0-11:12-23"
-        ) from None
+        choices = "choose auto, none, or a CPU list for each local rank, as in 0-11:12-23"
+        raise ValueError(f"--bind {option}: {error}; {choices}") from None
     if len(sets) != len(gpus) or not all(sets):
-        found = f"{len(sets)} CPU list{'s'[: len(sets) != 1]}"
-        empty = "" if all(sets) else " with an empty one"
-        raise ValueError(
-            f"--bind {option} has {found}{empty}: give one to each of the {len(gpus)} local ranks"
-        )
+        raise ValueError(f"--bind {option}: give a CPU list to each of {len(gpus)} local ranks")
     for rank in mine:
         if missing := set(sets[rank]) - allowed:
-            raise ValueError(
-                f"--bind {option}: local rank {rank} cannot use CPU {format_cpulist(missing)}; the "
-                f"launcher may use {format_cpulist(allowed)}"
-            )
+            where = f"{format_cpulist(missing)}; the launcher may use {format_cpulist(allowed)}"
+            raise ValueError(f"--bind {option}: local rank {rank} cannot use CPU {where}")
     return [
         RankBinding(i, gpu, tuple(cpus), len(topology.cores(cpus)), chosen="given")
         for i, (gpu, cpus) in enumerate(zip(gpus, sets, strict=True))
@@ -191,10 +174,7 @@ def given_bindings(
 def choose_bindings(
     option: str, placement: Placement, gpus: Sequence[Gpu | None], root: str
 ) -> list[RankBinding]:
-    """Return the bindings of the ranks on this node; of this rank alone if its starter bound it.
-
-    ValueError is raised for a ``--bind`` that is not understood, or does not fit the node.
-    """
+    """Return the bindings of the ranks on this node; of this rank alone if its starter bound it."""
     allowed, rank = set(os.sched_getaffinity(0)), placement.local_rank
     topology = Topology.read(root, fallback_cpus=allowed)
     cores, every = topology.cores(allowed), sum(map(len, topology.numa_cpus.values()))

@@ -1,7 +1,5 @@
 """Command line of the launcher."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets
@@ -106,13 +104,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_commands(job: Job, env: Mapping[str, str]) -> None:
-    for rank in job.ranks:
-        new = {k: v for k, v in rank.env.items() if env.get(k) != v}
-        settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
-        sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
-
-
 def _exec_rank(job: Job) -> None:
     """Replace this process by its rank, so that signals reach the rank directly."""
     rank = job.ranks[0]
@@ -125,10 +116,7 @@ def _exec_rank(job: Job) -> None:
 
 
 def _report_error(error: ValueError, env: Mapping[str, str], options: Options) -> int:
-    """Print what is wrong and end the job step, so that no other node waits for this one.
-
-    The first rank alone reports what all find; other errors name the host. Return the exit code.
-    """
+    """Print an error, by one rank if all find it, and end the job step; return the exit code."""
     shared = isinstance(error, SharedError)
     if shared and not is_first_rank(env):
         return EXIT_USAGE
@@ -151,10 +139,7 @@ def _end_step(env: Mapping[str, str]) -> None:
 
 
 def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str]) -> int:
-    """Run the ranks of ``words``, and again each time they leave with more experts.
-
-    This is the one place that starts ranks again. Return the exit code.
-    """
+    """Run the ranks of ``words``, and again each time they leave with more experts."""
     if job.placement.adopted and not job.is_of_a_step:
         _exec_rank(job)
     requested, starts = False, 0
@@ -200,8 +185,11 @@ def main(argv: Sequence[str]) -> int:
         job = prepare_job(options, command, env)
         for line in job.summary.splitlines() if job.placement.rank == 0 else ():
             say(line)
+        for rank in job.ranks if options.dry_run else ():
+            new = {k: v for k, v in rank.env.items() if env.get(k) != v}
+            settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
+            sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
         if options.dry_run:
-            _print_commands(job, env)
             return 0
         _compare(job, job.report(), options)
         return _run(job, env, options, words)

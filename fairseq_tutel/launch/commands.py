@@ -1,14 +1,9 @@
 """The command of the ranks, read once into one frozen value, and what each rank adds to it.
 
-:func:`parse_command` recognises fairseq's programs and reads their options, for Hydra also what the
-primary config file states; everything else asks the :class:`Command`.
-
 Stock fairseq cannot start several ranks on a CPU: with torchrun's variables set it computes
-``rank % torch.cuda.device_count()``, a division by zero (fairseq/distributed/utils.py,
-_infer_torch_distributed_launch_init). Stating the init method and the rank avoids that path.
+``rank % torch.cuda.device_count()``, a division by zero. Stating the init method and the rank
+avoids that path.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -75,10 +70,7 @@ class Command:
         return self.given.get(key, value_in(self.config, section, key))
 
     def number(self, key: str, *, in_file: bool = False) -> int | None:
-        """Return the given value, or with ``in_file`` the config file's, as a number.
-
-        None if there is no value, or an interpolation (``${...}``), which only Hydra can resolve.
-        """
+        """Return a value as a number; None if there is none, or one that only Hydra can resolve."""
         text = self.stated(key) if in_file else self.given.get(key)
         if text is None or "${" in text or text in ("null", "None"):
             return None
@@ -96,10 +88,7 @@ def _console_script(word: str) -> str | None:
 
 
 def _after_interpreter(words: Sequence[str]) -> tuple[str | None, int]:
-    """Return the console script of ``python [flags] -m fairseq_cli.X`` and how many words start it.
-
-    The module may also be a file, ``.../fairseq_cli/X.py``; (None, 1) for anything else.
-    """
+    """Return the script of ``python [flags] -m fairseq_cli.X``, and how many words start it."""
     i = 1
     while i < len(words) and words[i].startswith("-") and words[i] not in ("-m", "-c"):
         i += 2 if words[i] in ("-W", "-X") else 1
@@ -199,41 +188,30 @@ def check_user_dir(command: Command) -> None:
             raise ValueError(f"--arch {arch} is not fairseq's own: add --user-dir fairseq_tutel")
         for path in command.given.get("path", "").split(os.pathsep):
             if path.endswith(".pt") and os.path.exists(f"{path[:-3]}-shared.pt"):
-                raise ValueError(
-                    f"--path {path} is a checkpoint with experts: add --user-dir fairseq_tutel"
-                )
+                raise ValueError(f"--path {path} has experts: add --user-dir fairseq_tutel")
         return
     fairseq = find_spec("fairseq")  # which is not imported for this
     beside = [Path(folder) for folder in fairseq.submodule_search_locations] if fairseq else []
     folders = [Path(), *beside, *(folder.parent for folder in beside)]
     # an interpreter of the ranks' own, too, may have a package of that name
-    if not any((folder / user_dir).exists() for folder in folders) and not _is_package(user_dir):
+    is_package = user_dir.isidentifier() and find_spec(user_dir) is not None
+    if not is_package and not any((folder / user_dir).exists() for folder in folders):
         raise ValueError(f"--user-dir {user_dir}: there is no such folder, here or beside fairseq")
-
-
-def _is_package(name: str) -> bool:
-    return name.isidentifier() and find_spec(name) is not None
 
 
 def rank_options(
     command: Command, *, rank: int, world_size: int, device: int, shared_node: bool, cpu: bool
 ) -> dict[str, str | None]:
-    """Return the options that a rank needs and the user did not give, by key; None: a bare flag.
-
-    ValueError, which names both sides, is raised if the user's options contradict the rank.
-    """
+    """Return the options that a rank needs and the user did not give, by key; None: a bare flag."""
     if command.kind == "script":
         return {}
     if command.kind == "single" and world_size > 1:
-        raise ValueError(
-            f"{command.name} reads standard input in one process, but {world_size} ranks were "
-            "asked for; use --nproc-per-node 1"
-        )
+        raise ValueError(f"{command.name} runs in one process: use --nproc-per-node 1")
     results = command.given.get("results_path")
     if command.kind == "sharded" and results is not None and world_size > 1:
         raise ValueError(
             f"--results-path {results} is one file, which each of {world_size} ranks would "
-            "overwrite; use --nproc-per-node 1, or leave it out: every rank prints its share"
+            "overwrite: use --nproc-per-node 1, or leave it out"
         )
     wanted: dict[str, str | None] = {"distributed_world_size": str(world_size)}
     _require(command, "distributed_world_size", str(world_size), "the number of ranks started")

@@ -1,7 +1,5 @@
 """GPUs that the ranks of this node can use, found without importing torch in this process."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -45,10 +43,7 @@ def ask_torch(env: Mapping[str, str]) -> str:
 
 
 def visible_gpus(env: Mapping[str, str], root: str | Path = "/") -> list[Gpu]:
-    """Return the GPUs that torch sees under ``env``, by PCI address unless ``env`` says otherwise.
-
-    Without a GPU's device file nothing is run.
-    """
+    """Return the GPUs that torch sees under ``env``, by default in the order of PCI addresses."""
     hidden = env.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     if hidden or not has_gpu_files(root):
         return []

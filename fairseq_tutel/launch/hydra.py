@@ -3,8 +3,6 @@
 Only Hydra can compose a configuration; this finds plain values in the primary file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +10,8 @@ from typing import Any
 
 from ..command_line import CONFIGS, config_directory, flag_value, with_extension
 
-# Run where the command was called, as with fairseq's own config.yaml, and write none of Hydra's
-# files. Hydra's default is a new folder for every process, named after the second it started in: no
-# rank then finds another's checkpoints under a relative save_dir, nor its own of the last run.
+# Run where the command was called, as with fairseq's own config.yaml. Hydra's default is a new
+# folder for every process: no rank would find checkpoints under a relative save_dir.
 STAY_HERE = {
     "hydra.run.dir": "hydra.run.dir=.",
     "hydra.output_subdir": "hydra.output_subdir=null",
@@ -30,10 +27,7 @@ def override_name(word: str) -> str:
 
 
 def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Return ``words`` with ``added`` behind the last override.
-
-    Hydra's parser takes the overrides as one block: words after a flag would be refused.
-    """
+    """Return ``words`` with ``added`` behind the last override: Hydra takes one block of them."""
     before = ("", *words)
     found = [i for i, w in enumerate(words) if _OVERRIDE.match(w) and before[i][:2] != "--"]
     end = found[-1] + 1 if found else len(words)
@@ -43,8 +37,8 @@ def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
 def find_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the words and what the primary config file states, {} if only Hydra can find it.
 
-    The words get the folder of the shipped configs if they name one of these and no folder. A
-    folder or file that is missing, which Hydra does not always say, raises ValueError.
+    The words get the folder of the shipped configs if they name one of these and no folder.
+    ValueError is raised for a missing folder or file.
     """
     name = flag_value(words, "--config-name", "-cn")
     given = flag_value(words, "--config-dir", "-cd")

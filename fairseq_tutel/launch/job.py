@@ -1,7 +1,5 @@
 """Make the ranks to run on this node of the options, the environment and the machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,16 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import commands
 from .binding import RankBinding, choose_bindings, format_table
-from .commands import (
-    TRAINING,
-    Command,
-    check_experts,
-    check_user_dir,
-    rank_options,
-    use_cpu,
-    with_options,
-)
+from .commands import Command
 from .devices import Gpu, has_gpu_files, visible_gpus
 from .placement import Placement, adopt, master_address, master_port, start_here
 from .preflight import SharedError
@@ -73,9 +64,8 @@ class Job:
     def report(self, *, again: bool = False) -> dict[str, Any] | None:
         """Return what this launcher tells the job's other launchers before it starts ranks.
 
-        None if there is no other launcher, or if a first start needs no comparison: srun states the
-        number of nodes, torchrun's agents have compared theirs, and mpirun's number is a guess. All
-        launchers must come to the same answer. ``again``: ranks are started again.
+        None if there is no other, or if a first start (not ``again``) needs no comparison: srun
+        states the number of nodes, torchrun's agents have compared theirs, mpirun's is a guess.
         """
         placement, own = self.placement, len(self.ranks)
         one_each = placement.source == "srun" and placement.world_size == placement.num_nodes
@@ -99,7 +89,7 @@ class Job:
     @property
     def trains(self) -> bool:
         """Return whether ranks hold SIGUSR1 back while they import, and may ask for a restart."""
-        return self.command.name in TRAINING
+        return self.command.name in commands.TRAINING
 
 
 def _ranks_per_node(options: Options, command: Command, num_nodes: int, num_gpus: int) -> int:
@@ -118,19 +108,13 @@ def _require_equal(option: str, given: int | None, found: int, placement: Placem
 
 
 def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: int) -> Placement:
-    """Return the place of the rank that was started already, or of those to start here.
-
-    A task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks if
-    there should be several. ``num_gpus`` is 0 for ranks on the CPU.
-    """
+    """Return the place of the rank that was started already, or of those to start here."""
     given = adopt(env)
     if given is None:
         num_nodes = options.nnodes or 1
         if num_nodes > 1 and options.node_rank is None:
-            raise ValueError(
-                f"--nnodes {num_nodes} needs --node-rank on every node (or start with srun, "
-                "mpirun or torchrun)"
-            )
+            starters = "(or start with srun, mpirun or torchrun)"
+            raise ValueError(f"--nnodes {num_nodes} needs --node-rank on every node {starters}")
         if (options.node_rank or 0) >= num_nodes:
             raise ValueError(f"--node-rank {options.node_rank} is not below --nnodes {num_nodes}")
         if int(env.get("SLURM_NNODES") or 1) > 1 and options.nnodes is None:
@@ -142,6 +126,7 @@ def place(options: Options, command: Command, env: Mapping[str, str], num_gpus: 
         return start_here(nproc, num_nodes, options.node_rank or 0)
     _require_equal("--nnodes", options.nnodes, given.num_nodes, given)
     _require_equal("--node-rank", options.node_rank, given.node_rank, given)
+    # a task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks
     alone_on_node = given.local_world_size == 1 and given.num_nodes == given.world_size
     if alone_on_node and given.source != "torchrun":
         nproc = _ranks_per_node(options, command, given.num_nodes, num_gpus)
@@ -174,7 +159,6 @@ def assign_gpus(
 def _shared_environment(
     options: Options, placement: Placement, env: Mapping[str, str], command: Command, cpu: bool
 ) -> dict[str, str]:
-    """Return the variables that every rank gets on top of the user's environment."""
     given = dict(env)
     if options.master_addr:
         given["MASTER_ADDR"] = options.master_addr
@@ -187,14 +171,11 @@ def _shared_environment(
         # gloo otherwise looks up the host's own name, which need not resolve.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     if cpu:
-        # torch then asks for huge pages for big CPU tensors, which otherwise take several times as
-        # long to fill for the first time (where transparent huge pages are set to madvise)
+        # huge pages for big CPU tensors, which otherwise take several times as long to fill first
         defaults["THP_MEM_ALLOC_ENABLE"] = "1"
     elif placement.world_size > 1:
-        # A rank with experts has several communicators (all ranks, those that exchange tokens, the
-        # replicas of its experts, the parts of 2dh). NCCL (2.26 or newer) then orders their
-        # operations as the host launched them, so that ranks whose streams run differently do not
-        # wait for each other forever.
+        # A rank with experts has several communicators. NCCL (2.26 or newer) then orders their
+        # operations as the host launched them, so that ranks do not wait for each other forever.
         defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
     shared = {
         "WORLD_SIZE": str(placement.world_size),
@@ -240,12 +221,12 @@ def _summary(
 
 def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> Job:
     """Return the ranks of this node, checked before a rank or a process group exists."""
-    check_user_dir(command)
+    commands.check_user_dir(command)
     gpus = visible_gpus(env, options.root)
-    cpu = use_cpu(command, len(gpus))
+    cpu = commands.use_cpu(command, len(gpus))
     placement = place(options, command, env, 0 if cpu else len(gpus))
     try:
-        check_experts(command, placement.world_size)
+        commands.check_experts(command, placement.world_size)
     except ValueError as error:  # else the ranks on this node may be what is wrong
         raise SharedError(*error.args) if placement.adopted else error from None
     assigned = assign_gpus(placement, gpus, cpu, env)
@@ -258,7 +239,7 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
     def rank_job(bound: RankBinding) -> RankJob:
         local_rank, gpu = bound.local_rank, assigned[bound.local_rank]
         rank = placement.rank + local_rank - placement.local_rank
-        added = rank_options(
+        added = commands.rank_options(
             command,
             rank=rank,
             world_size=placement.world_size,
@@ -278,7 +259,7 @@ def prepare_job(options: Options, command: Command, env: Mapping[str, str]) -> J
         prefix = f"[rank {rank}] " if options.output == "prefix" and rank > 0 else ""
         # fairseq-generate prints its results: programs look for lines that begin with H-
         prefixes = ("" if command.kind == "sharded" else prefix, prefix)
-        return RankJob(rank, with_options(command, added), rank_env, bound, prefixes)
+        return RankJob(rank, commands.with_options(command, added), rank_env, bound, prefixes)
 
     mine = [b for b in bindings if not placement.adopted or b.local_rank == placement.local_rank]
     summary = _summary(placement, cpu, shared, bindings)

@@ -1,10 +1,4 @@
-"""Copy the output of several ranks to the launcher's, line by line.
-
-Ranks that share one file or pipe write blocks of their buffers to it, and a block ends anywhere.
-The launcher reads each rank from a pipe of its own and writes whole lines.
-"""
-
-from __future__ import annotations
+"""Copy the output of several ranks, a pipe each, to the launcher's, line by line."""
 
 import os
 import selectors
@@ -37,11 +31,7 @@ class LineCopier:
         self._thread: threading.Thread | None = None
 
     def add(self, source: BinaryIO, target: BinaryIO, prefix: str, until_refused: bool) -> None:
-        """Copy ``source``, an unbuffered pipe, to ``target``; call before :meth:`start`.
-
-        ``until_refused``: close the pipe when ``target`` has no reader any longer (``| head``), so
-        that the rank ends as it would without the launcher. Else it goes on, and lines are lost.
-        """
+        """Copy an unbuffered pipe; ``until_refused``: close it when ``target`` has no reader."""
         stream = _Stream(source, target, prefix.encode(), until_refused)
         self._selector.register(source, selectors.EVENT_READ, stream)
 
@@ -86,7 +76,6 @@ class LineCopier:
 
     @staticmethod
     def _write(stream: _Stream, lines: bytes) -> None:
-        """Write lines without the last newline."""
         if stream.refused:
             return  # a rank would block for ever on a full pipe that is not emptied
         text = b"".join(b"%b%b\n" % (stream.prefix, line) for line in lines.split(b"\n"))

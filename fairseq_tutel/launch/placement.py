@@ -1,9 +1,4 @@
-"""Rank of this process, adopted from its starter or to be started here; where ranks meet.
-
-The starters' variables are in :mod:`fairseq_tutel.command_line.starters`.
-"""
-
-from __future__ import annotations
+"""Rank of this process, adopted from its starter or to be started here; where ranks meet."""
 
 import hashlib
 import re
@@ -27,11 +22,7 @@ _JOB_VARIABLES = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of this process in the job.
-
-    The process is one rank if it is ``adopted``. Otherwise it starts ``local_world_size`` ranks, of
-    which the first is ``rank`` and has local rank 0.
-    """
+    """Place of this process: one rank if ``adopted``, else the first of those that it starts."""
 
     source: str
     adopted: bool
@@ -43,16 +34,13 @@ class Placement:
     num_nodes: int = 1
 
     def __post_init__(self):
-        for index, count in (
-            ("rank", "world_size"),
-            ("local_rank", "local_world_size"),
-            ("node_rank", "num_nodes"),
+        for index, count, number, limit in (
+            ("rank", "world_size", self.rank, self.world_size),
+            ("local_rank", "local_world_size", self.local_rank, self.local_world_size),
+            ("node_rank", "num_nodes", self.node_rank, self.num_nodes),
         ):
-            if not 0 <= getattr(self, index) < getattr(self, count):
-                raise ValueError(
-                    f"{self.source}: {index} {getattr(self, index)} is not below {count} "
-                    f"{getattr(self, count)}"
-                )
+            if not 0 <= number < limit:
+                raise ValueError(f"{self.source}: {index} {number} is not below {count} {limit}")
 
     @property
     def single_node(self) -> bool:
@@ -73,11 +61,7 @@ def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
 
 
 def adopt(env: Mapping[str, str]) -> Placement | None:
-    """Return the rank that torchrun, mpirun or srun gave this process; None if there is none.
-
-    The innermost starter wins. What it leaves out follows from the rest, if all nodes have equally
-    many ranks.
-    """
+    """Return the rank that torchrun, mpirun or srun gave this process; None if there is none."""
     starter = next((each for each in STARTERS if each.is_here(env)), None)
     if starter is None:
         return None
@@ -134,10 +118,8 @@ def master_address(placement: Placement, env: Mapping[str, str]) -> str:
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if nodelist:
         return _resolvable(first_host(nodelist))
-    raise ValueError(
-        f"{placement.world_size} ranks on {placement.num_nodes} nodes, but the host of "
-        "rank 0 is unknown: give --master-addr or set MASTER_ADDR"
-    )
+    nodes = f"{placement.num_nodes} nodes"
+    raise ValueError(f"{nodes}, but the host of rank 0 is unknown: give --master-addr")
 
 
 def master_port(placement: Placement, env: Mapping[str, str]) -> int:

@@ -1,12 +1,9 @@
 """Comparison of what the launchers of a job's nodes are about to start, before they start it.
 
-Ranks that disagree on their number would wait for each other in torch's rendezvous, for half an
-hour and without naming the reason. Node 0's launcher opens torch's key-value store at
-MASTER_ADDR:MASTER_PORT, where its rank 0 will; every node puts its report there, reads the others'
-and comes to the same verdict.
+Ranks that disagree on their number would wait in torch's rendezvous for half an hour. Node 0's
+launcher opens torch's key-value store at MASTER_ADDR:MASTER_PORT, where its rank 0 will; every node
+puts its report there, and all come to the same verdict.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -28,15 +25,9 @@ def compare_nodes(
 ) -> None:
     """Return once all nodes have reported the same.
 
-    Args:
-        own: this node's report: "node" (its number), "host", "nodes" and whatever must be equal.
-        address, port: where node 0's launcher listens.
-        seconds: how long to wait.
-        start: how often these nodes have started ranks before. Rank 0 of the last time may still
-            be there, with a store of its own.
-
     SharedError is raised on all nodes if reports differ or some are missing, ValueError on one
-    that cannot reach node 0.
+    that cannot reach node 0's launcher. ``own`` is this node's report: "node" (its number), "host",
+    "nodes" and whatever must be equal. ``start`` is the number of earlier starts.
     """
     # in a call of its own: it ends the store
     verdict = _verdict(own, address, port, seconds, start)
@@ -93,10 +84,7 @@ def _store_of_start(start: int, address: str, port: int, seconds: float):
 
 
 def _collect(store, num_nodes: int, seconds: float) -> tuple[str, int]:
-    """Return what is wrong with the reports of all nodes ("": nothing), and how many will read it.
-
-    Nodes that did not report in time are given up.
-    """
+    """Return what is wrong with all nodes' reports ("": nothing), and how many will read it."""
     end = time.monotonic() + seconds
     while True:
         there = [node for node in range(num_nodes) if store.check([f"node {node}"])]

@@ -1,11 +1,8 @@
 """Rewrite the command of a job that was queued again (scripts/slurm/train.sbatch).
 
 ``python -m fairseq_tutel.launch.restart COMMAND ...`` writes the words of COMMAND, each followed by
-a NUL. If its last checkpoint exists, the options that choose another start are left out: the first
-run needed them, and a later one would lose everything trained since.
+a NUL. If its last checkpoint exists, the options that choose another start are left out.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
@@ -30,7 +27,6 @@ _OVERRIDES = {f"checkpoint.{key}" for key in _START}
 
 
 def _in_file(words: Sequence[str], key: str) -> Any:
-    """Return ``checkpoint.KEY`` of the command's config file, or None."""
     _, config = find_config(words)
     if not config:
         return None

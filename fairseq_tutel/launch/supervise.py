@@ -1,7 +1,5 @@
 """Start the ranks of this node, forward signals to them, and end all when one fails."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -43,8 +41,7 @@ def say(text: str) -> None:
 def prepare_for_requests(hold: bool) -> None:
     """Hold SIGUSR1 back, or take it, in the process that becomes a rank.
 
-    SIGUSR1 is blocked until here (__main__.py). With ``hold`` it stays blocked, so that the kernel
-    keeps it over exec until the trainer asks for it (integrations/fairseq/trainer/requeue.py).
+    If held, it stays blocked until the trainer asks for it (integrations/fairseq/trainer/requeue).
     """
     how = signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK
     signal.pthread_sigmask(how, {signal.SIGUSR1})
@@ -57,29 +54,10 @@ def _is_importing(process: subprocess.Popen) -> bool:
     return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _peek(process: subprocess.Popen) -> int | None:
-    """Return the exit code or signal of a process that has ended, None while it runs.
-
-    The process is not reaped: until then the number of its group cannot become another's.
-    """
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return None if ended is None else ended.si_status
-
-
-def _kill_group(process: subprocess.Popen) -> None:
-    """Kill a rank that is not yet reaped, and all of its children (data loader workers)."""
-    os.killpg(process.pid, signal.SIGKILL)
-
-
 class Supervisor:
     """Ranks that run to their end, with ``grace`` seconds between SIGTERM and SIGKILL.
 
-    Args:
-        jobs: the ranks.
-        grace: seconds.
-        hold_requests: whether ranks hold SIGUSR1 back, see :func:`prepare_for_requests`.
-        requested: whether the ranks get a SIGUSR1 as they start; later, whether there was one.
-
+    ``requested``: the ranks get a SIGUSR1 as they start; later, whether there was one.
     ``stopped_by`` is the signal that asked the launcher to stop, or None.
     """
 
@@ -176,11 +154,12 @@ class Supervisor:
         if number in watched and number != signal.SIGCHLD:
             self._on_signal(signal.Signals(number))
         for rank, process in list(self._running.items()):
-            ended = _peek(process)
+            # not reaped yet: until then the number of its group cannot become another's
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 continue
-            if ended != 0:
-                _kill_group(process)  # what it has left behind
+            if ended.si_status != 0:
+                os.killpg(process.pid, signal.SIGKILL)  # data loader workers that it left behind
             del self._running[rank]
             code = process.wait()
             self._on_exit(rank, 128 - code if code < 0 else code)  # as a shell has it
@@ -220,7 +199,6 @@ class Supervisor:
             self._kill_at = time.monotonic() + self._grace
 
     def _send(self, number: signal.Signals) -> None:
-        """Pass on a signal to the ranks."""
         for process in self._running.values():
             # while it imports there is nothing to put in order, and Python would print a traceback
             quietly = number == signal.SIGINT and self._hold_requests and _is_importing(process)
@@ -229,4 +207,4 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         for process in self._running.values():
-            _kill_group(process)
+            os.killpg(process.pid, signal.SIGKILL)

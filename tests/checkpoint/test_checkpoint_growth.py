@@ -152,11 +152,11 @@ def test_the_flags_to_continue_training_with_are_printed(saved, tmp_path, caplog
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("grow m.pt x.pt --num-experts 4", "has 4 experts, 4 are not more; `shrink`"),
+        ("grow m.pt x.pt --num-experts 4", "has 4 experts, 4 are not more .see `shrink`"),
         ("grow m.pt x.pt --num-experts 5", "5 experts cannot be spread over 2 .* --ranks"),
         ("grow m.pt x.pt --num-experts 8 --by load --load no.jsonl", "no.jsonl: no such file"),
         ("grow m.pt m.pt --num-experts 8 --force", "is the source itself"),
-        ("shrink m.pt x.pt --num-experts 4", "has 4 experts, of which a token chooses"),
+        ("shrink m.pt x.pt --num-experts 4", "4 must be at least .*, which a token chooses"),
         ("shrink m.pt x.pt --dense shared", "has no shared expert .* --dense one or"),
         ("shrink m.pt m.pt --dense", "is the source itself"),
         ("shrink m.pt x.pt --dense --ranks 2", "--ranks 2: a dense model"),

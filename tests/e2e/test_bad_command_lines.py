@@ -77,7 +77,7 @@ OURS = [
     (LAUNCH, "no command given"),
     (f"{LAUNCH} --nproc-per-node 0 -- true", "'0' is neither a positive number nor auto"),
     (f"{LAUNCH} -- fairseq-eval-lm {DATA} --path {SET}",
-     f"--path {SET} is a checkpoint with experts", "add --user-dir fairseq_tutel"),
+     f"--path {SET} has experts", "add --user-dir fairseq_tutel"),
     (f"{LAUNCH} --nproc-per-node 3 -- {TRAIN}", "4 experts cannot be spread over 3 ranks"),
     (f"{LAUNCH} -- fairseq-hydra-train --config-dir configs --config-name nosuch",
      "--config-name nosuch", "tiny_cpu"),

@@ -122,7 +122,7 @@ REFUSED = {
     "--decoder-output-dim 8": {"decoder_output_dim": 8},
     "no experts": {"_name": "transformer_lm_gpt"},
     "transformer_lm_gpt_moe.w9 has no place": {},
-    "model.embed_positions.weight should have": {"decoder_learned_pos": True},
+    "model.embed_positions.weight has": {"decoder_learned_pos": True},
 }
 
 
@@ -221,7 +221,7 @@ def test_bad_input_is_one_line(saved, tmp_path, capsys):
     for named, words in (
         ("must end in .pt2", (saved.path, tmp_path / "model.so")),
         ("exists", (saved.path, saved.path.parent / "model.pt2")),
-        ("layer 0 has no experts; those that have: 1", (saved.path, "x.pt2", "--layer", 0)),
+        ("layer 0 has no experts; give one of 1", (saved.path, "x.pt2", "--layer", 0)),
     ):
         (saved.path.parent / "model.pt2").touch()
         status, _, error = run(capsys, "aot", *words)

@@ -75,7 +75,7 @@ FIELDS = {
     "moe_eval_capacity_token_fraction -1.0": {"moe_eval_capacity_token_fraction": -1.0},
     "activation_function 'quick_gelu'": {"activation_function": "quick_gelu"},
     "pad_token_id 0": {"pad_token_id": 0},
-    "model of the type 'mixtral'": {"model_type": "mixtral"},
+    "the type 'mixtral'": {"model_type": "mixtral"},
     "has no experts": {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
     "lacks model.encoder.layers.2": {"encoder_layers": 3},
     "model.shared.weight has 512 numbers": {"vocab_size": 40},

@@ -145,7 +145,7 @@ def test_generate_shards_the_data_and_interactive_is_one_process(command_of):
     command = command_of("fairseq-interactive data")
     given = {"distributed_world_size": "1", "cpu": None, "distributed_backend": "gloo"}
     assert options(command, 0, 1, 0) == given
-    with pytest.raises(ValueError, match="fairseq-interactive .* 2 ranks"):
+    with pytest.raises(ValueError, match="fairseq-interactive runs in one process"):
         options(command)
 
 

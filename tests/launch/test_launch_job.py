@@ -145,9 +145,9 @@ def test_cores_that_the_user_gives(node, monkeypatch):
         (rank,) = plan(node, TRAIN, srun_task(13, 16, 1, 5), bind=sets).ranks
         assert rank.binding.cpus == (8, 9)
     for sets, message in (
-        ("0-3", "has 1 CPU list: give one to each of the 2 local ranks"),
-        ("0:1:2", "has 3 CPU lists: give"),
-        ("0-3:", "with an empty one"),
+        ("0-3", "--bind 0-3: give a CPU list to each of 2 local ranks"),
+        ("0:1:2", "--bind 0:1:2: give a CPU list"),
+        ("0-3:", "--bind 0-3:: give a CPU list"),
         ("3-0:1", "CPU list '3-0': cannot read '3-0'; choose auto, none, or"),
         ("0:30-33", "local rank 1 cannot use CPU 32-33; the launcher may use 0-31"),
     ):

@@ -81,7 +81,7 @@ def test_start_here_and_the_master_address(monkeypatch):
     assert rendezvous.master_address(start_here(2, 1, 0), {}) == "127.0.0.1"
     assert rendezvous.master_address(adopt(SRUN), SRUN) == "gpu07"
     assert rendezvous.master_address(adopt(SRUN), {**SRUN, "MASTER_ADDR": "x"}) == "x"
-    with pytest.raises(ValueError, match="8 ranks on 2 nodes, but the host of rank 0"):
+    with pytest.raises(ValueError, match="2 nodes, but the host of rank 0"):
         rendezvous.master_address(adopt(OPEN_MPI), OPEN_MPI)
 
 

@@ -80,7 +80,7 @@ def test_what_the_grown_model_needs(capsys):
         ("+model.moe_topk=1", "Key 'moe_topk' not in 'TransformerLMGPTMoEConfig'"),
         ("+checkpoint.keep_last_epochs=1", "already at 'checkpoint.keep_last_epochs'"),
         # experts in slices
-        (f"{FEWER} +model.moe_parallelism_r=2", "--moe-expert-placement replicated"),
+        (f"{FEWER} +model.moe_parallelism_r=2", "--moe-expert-placement sliced"),
         (f"{FEWER} {SLICED} +model.moe_parallelism_r=3", "choose one of 0, 1, 2, 4, 8"),
     ],
 )

@@ -5,16 +5,3 @@ from .importing import import_folder
 from .names import Place, is_no_weight, place_in_language_model, place_in_layer, place_in_nllb
 from .options import ACTIVATIONS, SPECIAL_IDS
 from .shapes import nllb_shapes
-
-__all__ = [
-    "ACTIVATIONS",
-    "SPECIAL",
-    "SPECIAL_IDS",
-    "Place",
-    "import_folder",
-    "is_no_weight",
-    "nllb_shapes",
-    "place_in_language_model",
-    "place_in_layer",
-    "place_in_nllb",
-]

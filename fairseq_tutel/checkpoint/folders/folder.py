@@ -1,7 +1,5 @@
 """Tensors, config and dictionary of a folder that transformers wrote or loads."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -22,13 +20,8 @@ SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 class Folder:
     """Open folder. Its tensors are read one at a time, or in part.
 
-    Attributes:
-        path: the folder.
-        config: entries of ``config.json``.
-        generation: entries of ``generation_config.json``; empty if there is none.
-
-    Raises:
-        CheckpointError: files are missing, or safetensors is.
+    ``config`` and ``generation`` are the entries of ``config.json`` and ``generation_config.json``.
+    CheckpointError is raised if files or safetensors are missing.
     """
 
     def __init__(self, path: str | Path):
@@ -40,16 +33,12 @@ class Folder:
         try:
             from safetensors import safe_open
         except ImportError:
-            raise CheckpointError(
-                "weights are read by safetensors: pip install safetensors"
-            ) from None
+            raise CheckpointError("to read weights: pip install safetensors") from None
         index = self._json(_INDEX).get("weight_map")
         files = sorted(set(index.values())) if index else [_ONE_FILE]
         if missing := [name for name in files if not (self.path / name).is_file()]:
-            raise CheckpointError(
-                f"{self.path / missing[0]}: no such file; weights are read from safetensors alone, "
-                "as save_pretrained writes them"
-            )
+            file = self.path / missing[0]
+            raise CheckpointError(f"{file}: no such file; weights are read from safetensors alone")
         # mapped: nothing is read yet
         opened = [safe_open(self.path / name, "pt") for name in files]
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
@@ -75,10 +64,8 @@ class Folder:
         row = torch.Size(rest).numel()
         count = torch.Size(shape).numel()
         if place.start + count > length * row:
-            raise CheckpointError(
-                f"{self.path}: {place.name} has the shape {part.get_shape()}, which is too small "
-                "for the sizes in config.json"
-            )
+            shape = f"{place.name} has the shape {part.get_shape()}"
+            raise CheckpointError(f"{self.path}: {shape}, too small for the sizes in config.json")
         first = place.start // row
         rows = part[first : -(-(place.start + count) // row)].flatten()
         return rows[place.start - first * row :][:count].clone().view(shape)

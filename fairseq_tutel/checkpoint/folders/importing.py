@@ -1,7 +1,5 @@
 """Convert a folder of transformers to a set, from which training can continue."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,12 +40,6 @@ class Model:
     embedding: str  # the folder's tensor, which may also have other names there if it is tied
 
 
-def _place_in_language_model(key: str, config: Any) -> Place | None:
-    if config.tie_word_embeddings and key == "decoder.output_projection.weight":
-        key = "decoder.embed_tokens.weight"
-    return place_in_language_model(key, config)
-
-
 # model_type of config.json -> model
 MODELS = {
     "fairseq_moe": Model(
@@ -58,7 +50,7 @@ MODELS = {
         defaults={},
         options=language_model_options,
         shapes=language_model_shapes,
-        place=_place_in_language_model,
+        place=place_in_language_model,
         embedding="model.embed_tokens.weight",
     ),
     "nllb-moe": Model(
@@ -91,19 +83,19 @@ def import_folder(
         force: replace what ``dst`` names.
 
     Raises:
-        CheckpointError: names a field or a tensor that fairseq's model has no place for, or a file
-            that is missing; or as of :func:`..store.write_set`.
+        CheckpointError: names a field, tensor or missing file that stands in the way.
     """
     refuse_target(dst, None, force)  # before a model is read
     source = Folder(folder)
     kind = source.config.get("model_type")
     if kind not in MODELS:
-        raise CheckpointError(
-            f"{folder}: a model of the type {kind!r} cannot be imported, only {' or '.join(MODELS)}"
-        )
+        known = " or ".join(MODELS)
+        raise CheckpointError(f"{folder}: the type {kind!r} cannot be imported, only {known}")
     model = MODELS[kind]
     config = SimpleNamespace(**{**model.defaults, **source.config})
-    _check_special(config, folder)
+    for name, number in SPECIAL_IDS.items():
+        if (found := getattr(config, name, number)) != number:
+            raise CheckpointError(f"{folder}: {name} {found} cannot be imported, only {number}")
     options = model.options(config)
     dense, experts = split_dense_expert(model.shapes(config))
     if not experts:
@@ -137,15 +129,6 @@ def import_folder(
     return written
 
 
-def _check_special(config: SimpleNamespace, folder: str | Path) -> None:
-    for name, number in SPECIAL_IDS.items():
-        if (found := getattr(config, name, number)) != number:
-            raise CheckpointError(
-                f"{folder}: {name} {found} cannot be imported: in fairseq's dictionaries it is "
-                f"{number}"
-            )
-
-
 def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> None:
     """Raise CheckpointError unless the folder has exactly the tensors that the set needs."""
     needed: dict[str, int] = {}
@@ -158,10 +141,8 @@ def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) 
         raise CheckpointError(f"{source.path}: {name} has no place in fairseq's model")
     for name, size in needed.items():
         if source.size(name) != size:
-            raise CheckpointError(
-                f"{source.path}: {name} has {source.size(name)} numbers, and by config.json "
-                f"it should have {size}"
-            )
+            found = f"{name} has {source.size(name)} numbers"
+            raise CheckpointError(f"{source.path}: {found}, and by config.json it needs {size}")
 
 
 def _state(model: Model, config: Any, options: Mapping[str, Any], source: Folder) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Map names of tensors in checkpoints and state dicts to those in folders of transformers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 
@@ -36,10 +34,7 @@ _NLLB = (
     (_LAYER_OF + r"final_layer_norm\.(\w+)", r"model.\1.ff_layer_norm.\2"),
     (_LAYER_OF + r"(fc[12]\.\w+)", r"model.\1.ffn.\2"),
     (_LAYER_OF + r"moe_layer\.gate\.wg\.weight", r"model.\1.ffn.router.classifier.weight"),
-    (
-        _LAYER_OF + r"moe_layer\.experts\.(\d+)\.(fc[12]\.\w+)",
-        r"model.\1.ffn.experts.expert_\2.\3",
-    ),
+    (_LAYER_OF + r"moe_layer\.experts\.(\d+)\.(fc[12]\.\w+)", r"model.\1.ffn.experts.expert_\2.\3"),
     (r"((?:en|de)coder\.layer_norm\.\w+)", r"model.\1"),
 )
 # entries of fairseq and of the layer that are no weights
@@ -56,11 +51,7 @@ class Place(NamedTuple):
 
 
 def place_in_layer(key: str, config: Any) -> Place | None:
-    """Return the place of a tensor by its name in an MoE layer's state dict; None if it has none.
-
-    The tensors of one expert are parts of a tensor of all experts. ``config`` has the fields of
-    ``config.json``.
-    """
+    """Return the place of a tensor by its name in an MoE layer's state dict, or None."""
     match = _EXPERT.fullmatch(key)
     if match is None:
         return _renamed(key, _MOE)
@@ -78,6 +69,8 @@ def place_in_layer(key: str, config: Any) -> Place | None:
 
 def place_in_language_model(key: str, config: Any) -> Place | None:
     """Return the place of a tensor by its name in a checkpoint; None if it has none."""
+    if config.tie_word_embeddings and key == "decoder.output_projection.weight":
+        key = "decoder.embed_tokens.weight"
     match = re.fullmatch(_LAYER + r"moe_layer\.(.+)", key)
     if match is None:
         return _renamed(key, _DENSE)

@@ -1,7 +1,5 @@
 """Options of fairseq's models, by the ``config.json`` of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +20,7 @@ SPECIAL_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
 
 def language_model_options(config: Any) -> dict[str, Any]:
-    """Return options of ``transformer_lm_gpt_moe``; CheckpointError for a field without an option.
-
-    A folder does not store what only training uses: output masks of experts, the rule that moves
-    a load bias.
-    """
+    """Return options of ``transformer_lm_gpt_moe``; CheckpointError for a field that has none."""
     network, layers = config.expert_network, config.num_hidden_layers
     freq = min(config.moe_layers, default=layers) + 1
     if list(config.moe_layers) != list(range(freq - 1, layers, freq)):

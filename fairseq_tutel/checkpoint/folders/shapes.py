@@ -1,7 +1,5 @@
 """Names and shapes of the tensors in a checkpoint, by the ``config.json`` of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from typing import Any
 

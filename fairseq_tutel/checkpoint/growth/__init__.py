@@ -1,12 +1,7 @@
 """Change the number of experts of a checkpoint: from a dense model to experts, to more, to fewer.
 
-Each command reads one checkpoint and writes another. The source is only read, and the new set is
-written in one step (:func:`..store.write_set`), so that a crash leaves the old files or the new
-set::
-
-    read_set ── shared state and experts of the new set ── write_change
-
-GROWTH.md beside this folder says which changes keep the function, and why.
+Each command reads one checkpoint and writes another in one step. GROWTH.md beside this folder says
+which changes keep the function, and why.
 """
 
 from .dense import to_dense

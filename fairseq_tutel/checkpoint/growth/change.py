@@ -1,7 +1,5 @@
 """The steps that every change of a set shares: open the source, write the new set."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +17,7 @@ _FOR_NUM_EXPERTS = ("moe_expert_load", "moe_tuner")
 
 
 def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
-    """Open the set with experts from which ``dst`` will be made.
-
-    CheckpointError is raised if ``dst`` may not be written, if there are no experts, or while some
-    are held back.
-    """
+    """Open the set with experts from which ``dst`` will be made; CheckpointError if it cannot."""
     if dst is not None:
         refuse_target(dst, path, force)  # before experts are read
     source = read_set(path)
@@ -54,10 +48,12 @@ def write_change(
 ) -> str:
     """Write a set that was made of another; return its canonical path.
 
-    ``entry`` is added to the history, and ``options`` replace options of the model. Both these and
-    ``more_flags`` are logged as the flags to continue training with. The other arguments are those
-    of :func:`..store.write_set`.
+    ``entry`` is added to the history. ``options`` replace options of the model; they and
+    ``more_flags`` are logged as the flags to continue training with. ``ranks`` is by default the
+    number of the source's rank files. Others are arguments of :func:`..store.write_set`.
     """
+    if ranks is None and entry.after and source.kind == "set":
+        ranks = source.num_rank_files
     state = with_options(shared, options or {})
     if isinstance(extra := state.get("extra_state"), Mapping):
         kept = {name: each for name, each in extra.items() if name not in _FOR_NUM_EXPERTS}

@@ -1,7 +1,5 @@
 """The commands ``upcycle``, ``grow`` and ``shrink`` of ``python -m fairseq_tutel.checkpoint``."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any
@@ -47,7 +45,6 @@ def add_commands(commands: Any, path_help: str) -> list[argparse.ArgumentParser]
 
 
 def _add_upcycling(parser: argparse.ArgumentParser) -> None:
-    """Make a flag of each field of :class:`.upcycle.Upcycling`."""
     for field in dataclasses.fields(Upcycling):
         text, default = field.metadata["help"], field.default
         how: dict[str, Any] = {"action": "store_true"}
@@ -87,7 +84,6 @@ def _add_shrinking(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> str:
-    """Run one of the commands; return the path of the new checkpoint."""
     common = {"ranks": args.ranks, "force": args.force}
     if args.command == "upcycle":
         how = {field.name: getattr(args, field.name) for field in dataclasses.fields(Upcycling)}

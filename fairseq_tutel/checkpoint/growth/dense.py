@@ -1,10 +1,4 @@
-"""A dense model of stock fairseq, made of a set: one FFN replaces the experts of a layer.
-
-The FFN is one expert, the mean of all, or the shared expert. The function is kept if the experts
-are still equal, as right after :mod:`.upcycle`.
-"""
-
-from __future__ import annotations
+"""A dense model of stock fairseq, made of a set: one FFN replaces the experts of a layer."""
 
 import logging
 from argparse import Namespace
@@ -37,13 +31,9 @@ def to_dense(
     """Write a dense model for stock fairseq, one file without optimizer state.
 
     Args:
-        src, dst, load, force: see :func:`.grow.grow`.
+        src, dst, load, force: see :func:`.grow.grow`, also for errors.
         how: FFN of a layer: ``one``: its most loaded expert; ``mean``: the mean of all experts,
             weighted by load; ``shared``: the shared expert.
-
-    Raises:
-        CheckpointError: as of :func:`.grow.grow`; experts are gated, or not as wide as the dense
-            FFNs; or ``how`` does not fit a model with, or without, shared experts.
     """
     source = open_sparse(src, dst, force)
     shared = source.shared_state(with_optimizer=False)
@@ -98,10 +88,7 @@ def _mean_experts(source: SetReader, weights: Load) -> dict[str, Tensor]:
 
 
 def _dense_name(name: str) -> str:
-    """Map the name of an expert's or shared expert's parameter to that of an FFN.
-
-    ``X.moe_layer.experts.0.fc1.weight`` -> ``X.fc1.weight``
-    """
+    """Return the FFN's name: ``X.moe_layer.experts.0.fc1.weight`` -> ``X.fc1.weight``."""
     parsed = split_key(name)
     rest = parsed[2][1:] if parsed else name.partition("shared_expert.")[2]
     return layer_of(name).removesuffix("moe_layer.") + rest

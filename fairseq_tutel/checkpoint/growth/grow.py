@@ -1,11 +1,4 @@
-"""More experts or fewer: a set whose experts are chosen from another set.
-
-A token that chose an expert may choose two copies of it after :func:`grow`, so the function
-changes. ``ramp`` keeps the function: the load bias holds the copies back at first and lets them in
-over some updates (:mod:`.history`). :func:`shrink` drops experts, which changes the function too.
-"""
-
-from __future__ import annotations
+"""More experts or fewer: a set whose experts are chosen from another set."""
 
 import logging
 from collections.abc import Mapping
@@ -15,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..layout import CheckpointError
-from ..reader import SetReader
 from ..state import MODEL, NAMED_STATE, OPTIMIZER, options_of
 from .change import open_sparse, write_change
 from .history import Growth, held_back_by, updates_done
@@ -40,7 +32,7 @@ def grow(
     force: bool = False,
     in_place: bool = False,
 ) -> str:
-    """Write a set with more experts.
+    """Write a set with more experts; CheckpointError if that cannot be done.
 
     Args:
         src: a set or merged file of any number of ranks.
@@ -49,23 +41,18 @@ def grow(
         by: ``uniform`` copies each expert equally often; ``load`` copies the most loaded first, in
             each layer separately.
         load: the run's ``expert_load.jsonl``; None: the one beside ``src``.
-        ramp: updates over which the copies come in, while the function starts unchanged; 0: at
-            once.
+        ramp: updates over which the copies come in, so that the function starts unchanged: a load
+            bias holds them back (:mod:`.history`); 0: at once.
         noise: standard deviation of the noise on a copy's router row, relative to that of all rows.
         seed: seed of the noise.
         ranks: W of the new set; None: as many as ``src`` has rank files.
         force: replace what ``dst`` names.
         in_place: allow ``dst`` to be ``src``, which is replaced in one step.
-
-    Raises:
-        CheckpointError: ``src`` has no experts, already as many, or experts that are held back; the
-            load is unknown; the function cannot be kept; or as of :func:`..store.write_set`.
     """
     source = open_sparse(src, None if in_place else dst, force)
     if num_experts <= source.num_experts:
         raise CheckpointError(
-            f"{src}: has {source.num_experts} experts, {num_experts} are not more; `shrink` makes "
-            "fewer of them"
+            f"{src}: has {source.num_experts} experts, {num_experts} are not more (see `shrink`)"
         )
     model_options = options_of(source.shared)
     if ramp and not model_options:
@@ -88,7 +75,7 @@ def grow(
     entry = Growth("grow", how, source.num_experts, num_experts, updates_done(shared), ramp, held)
     return write_change(
         dst, source, shared, chosen.experts, entry,
-        ranks=_ranks(source, ranks), options=options, force=force, in_place=in_place,
+        ranks=ranks, options=options, force=force, in_place=in_place,
     )  # fmt: skip
 
 
@@ -101,19 +88,13 @@ def shrink(
     ranks: int | None = None,
     force: bool = False,
 ) -> str:
-    """Write a set with the most loaded experts of each layer; they keep every bit.
-
-    Args:
-        src, dst, load, ranks, force: see :func:`grow`; errors, too.
-        num_experts: K <= E2 < E.
-    """
+    """Write a set with the K <= E2 < E most loaded experts of each layer; see :func:`grow`."""
     source = open_sparse(src, dst, force)
     top_k = options_of(source.shared).get("moe_top_k") or 1
     if not top_k <= num_experts < source.num_experts:
         raise CheckpointError(
-            f"{src}: has {source.num_experts} experts, of which a token chooses {top_k}; "
-            f"--num-experts {num_experts} must be fewer than {source.num_experts} and at least "
-            f"{top_k}"
+            f"{src}: --num-experts {num_experts} must be at least {top_k}, which a token chooses, "
+            f"and fewer than {source.num_experts}"
         )
     loads = read_load(source, load)
     choice = {layer: most_loaded(each, num_experts) for layer, each in loads.items()}
@@ -122,7 +103,7 @@ def shrink(
     entry = Growth("shrink", how, source.num_experts, num_experts, updates_done(shared))
     return write_change(
         dst, source, shared, chosen.experts, entry,
-        ranks=_ranks(source, ranks), options={"moe_expert_count": num_experts}, force=force,
+        ranks=ranks, options={"moe_expert_count": num_experts}, force=force,
     )  # fmt: skip
 
 
@@ -136,11 +117,6 @@ def why_inexact(options: Mapping[str, Any]) -> str:
             "that new experts change the function even while they are held back"
         )
     return ""
-
-
-def _ranks(source: SetReader, ranks: int | None) -> int | None:
-    """Return W of the new set: ``ranks``, or as many as the source has rank files."""
-    return ranks or (source.num_rank_files if source.kind == "set" else None)
 
 
 def _add_noise(

@@ -5,10 +5,9 @@
     {"what": "upcycle" | "grow" | "shrink", "how": text, "before": E or 0, "after": E2 or 0,
      "update": updates done then, "ramp": N, "held": {layer: [numbers of the new experts]}}
 
-E is 0 for a dense model. After ``grow --exact`` (N > 0) the load bias of each new expert starts so
-low that the expert is never among the K best. The bias rises to 0 over N updates as
-``-(1000^left - 1)``, with ``left`` from 1 to 0. The logits of a trained softmax are never a
-thousand apart. The ramp is exponential because their spread is unknown.
+After ``grow --exact`` (N > 0) the load bias of each new expert starts so low that the expert is
+never among the K best: the logits of a trained softmax are never a thousand apart. The bias rises
+to 0 over N updates as ``-(1000^left - 1)``, exponentially, because their spread is unknown.
 """
 
 from __future__ import annotations
@@ -73,11 +72,9 @@ def updates_done(state: Mapping[str, Any]) -> int:
 
 
 def held_back(history: Sequence[Growth], update: int, num_outputs: int) -> dict[str, Tensor] | None:
-    """Return the biases of held back experts after an update, for E + N outputs of the gates.
+    """Return the biases of held back experts after an update: layer -> fp32 [E + N], nan: none.
 
-    Returns:
-        Layer -> fp32 [E + N], nan for experts that are not held back. None if no expert is held
-        back and none came in with this update.
+    Return None if no expert is held back and none came in with this update.
     """
     last = history[-1] if history else None
     if last is None or not last.ramp or update > last.update + last.ramp:

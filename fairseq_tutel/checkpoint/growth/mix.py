@@ -3,15 +3,13 @@
 :mod:`.upcycle` takes experts from each model, as Branch-Train-MiX does (arXiv 2403.07816).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layout import CheckpointError
+from ..layout import check_same, form
 from ..state import MODEL, options_of
 
 # options that must be equal: sizes, and what changes the function without changing a shape
@@ -23,48 +21,27 @@ _SAME = (
 
 
 def check_alike(files: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise CheckpointError if dense models differ in architecture, sizes or dtypes.
-
-    Args:
-        files: path and shared state of each model, compared with the first model. An option that
-            one of two states lacks is not compared; names and shapes of all tensors are.
-    """
+    """Raise CheckpointError if models, (path, shared state) each, differ from the first one."""
     (first, state), *others = files
-    one, ours = options_of(state), state[MODEL]
     for other, other_state in others:
-        two, theirs = options_of(other_state), other_state[MODEL]
-        for name in _SAME:
-            if None not in (one.get(name), two.get(name)) and one[name] != two[name]:
-                what = "arch" if name == "_name" else name.replace("_", "-")
-                _refuse(f"--{what}", first, one[name], other, two[name])
-        for name in {**ours, **theirs}:
-            forms = [_form(model.get(name)) for model in (ours, theirs)]
-            if forms[0] != forms[1]:
-                _refuse(name, first, forms[0], other, forms[1])
+        both = options_of(state), options_of(other_state)
+        stated = [name for name in _SAME if None not in (each.get(name) for each in both)]
+        where = f"models must be alike to become experts of one: {other}"
+        check_same(_forms(other_state, stated), _forms(state, stated), where, first)
 
 
-def _refuse(what: str, first: str, value: Any, other: str, other_value: Any) -> None:
-    raise CheckpointError(
-        f"models must be alike to become experts of one: {what} is {value} in {first}, but "
-        f"{other_value} in {other}"
-    )
-
-
-def _form(tensor: Tensor | None) -> str:
-    """Return dtype and shape of a parameter, as text."""
-    if tensor is None:
-        return "missing"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _forms(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return some options by flag, and the form of each tensor by name."""
+    options = options_of(state)
+    flags = {name: "arch" if name == "_name" else name.replace("_", "-") for name in names}
+    stated = {f"--{flag}": str(options[name]) for name, flag in flags.items()}
+    return stated | {name: form(tensor) for name, tensor in state[MODEL].items()}
 
 
 def average(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each tensor, summed in fp64 and rounded once.
+    """Return the mean of each tensor of alike models, summed in fp64 and rounded once.
 
-    Tensors that share memory in every model share it in the result. Integers are taken from the
-    first model, and so is all of it if there is no other.
-
-    Args:
-        models: parameter name -> tensor of any shape, with equal names, shapes and dtypes.
+    Tensors that share memory in every model share it in the result. Integers are the first model's.
     """
     if len(models) == 1:
         return dict(models[0])
@@ -74,14 +51,9 @@ def average(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         tensors = [model[name] for model in models]
         tied = tuple((each.data_ptr(), each.shape, each.stride()) for each in tensors)
         if tied not in means:
-            means[tied] = _mean(tensors) if value.is_floating_point() else value
+            means[tied] = value
+            if value.is_floating_point():
+                total = sum(each.double() for each in tensors)
+                means[tied] = torch.div(total, len(tensors)).to(value.dtype)
         result[name] = means[tied]
     return result
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the mean of tensors of one shape, in their dtype."""
-    total = tensors[0].double()
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return torch.div(total, len(tensors)).to(tensors[0].dtype)

@@ -1,10 +1,7 @@
 """Choice of the experts of a new set: new expert n is a copy of old expert ``choice[n]``.
 
 Experts, their optimizer state and the router's rows are copied bit for bit. Everything else stays.
-The load by which experts are chosen is in the run's ``expert_load.jsonl``.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -28,8 +25,7 @@ _COMMON = ("proj.weight", "proj.bias", "log_scale")
 def copies(load: Sequence[float], num_experts: int) -> list[int]:
     """Return the choice for more experts: each new one copies the expert with most load per copy.
 
-    With an even load every expert is copied once before any is copied twice. Copies follow their
-    original, so that each rank, which holds neighbours, gets an even share of old and new experts.
+    Copies follow their original, so that each rank gets an even share of old and new experts.
     """
     counts = [1] * len(load)
     for _ in range(num_experts - len(load)):
@@ -49,10 +45,7 @@ def repeated(chosen: Sequence[int]) -> list[int]:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter: ``X.moe_layer.`` of ``X.moe_layer.experts.0.Y``.
-
-    A shared expert's parameter ``X.moe_layer.shared_expert.Y`` belongs to the same layer.
-    """
+    """Return ``X.moe_layer.`` of ``X.moe_layer.experts.0.Y`` or ``X.moe_layer.shared_expert.Y``."""
     parsed = split_key(name)
     return parsed[0].removesuffix("experts.") if parsed else name.partition("shared_expert.")[0]
 
@@ -68,10 +61,7 @@ def even_load(source: SetReader) -> Load:
 
 
 def read_load(source: SetReader, file: str | None) -> Load:
-    """Return the experts' load from the last line of a log that has all layers of the set.
-
-    The log is ``file``, or the ``expert_load.jsonl`` beside the set.
-    """
+    """Return the load from the last line with all layers of ``file`` or of the log beside."""
     path = file or os.path.join(source.cset.directory, "expert_load.jsonl")
     try:
         with open(path, encoding="utf-8") as log:
@@ -107,12 +97,7 @@ def _names_in_log(layer: str) -> list[str]:
 
 
 class Selection:
-    """Shared state and experts of the new set, for :func:`..store.write_set`.
-
-    Args:
-        source: the set to read.
-        choice: old experts of each MoE layer; layers have equally many.
-    """
+    """Shared state and experts of the new set, for :func:`..store.write_set`."""
 
     def __init__(self, source: SetReader, choice: Choice):
         self.source, self.choice = source, choice

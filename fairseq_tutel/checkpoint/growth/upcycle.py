@@ -1,14 +1,9 @@
 """Sparse upcycling (arXiv 2212.05055): a dense model of stock fairseq becomes one with experts.
 
-The FFN of every F-th layer becomes E experts, and the router starts near zero. With K > 1 the K
-weights of a token sum to one, so that equal experts give what the FFN gave, unless a choice is
-dropped. With K = 1 the weight is the gate's probability, so the function changes. The function is
-always kept if the FFN becomes a shared expert and the other experts start silent. For experts of
-1/G of the width see :func:`fairseq_tutel.distributed.experts_of_ffn`.
-
-Several dense models give their FFNs to one set in turn; the rest is averaged (:mod:`.mix`).
-
-The optimizer state is left out, and the schedule begins anew.
+The FFN of every F-th layer becomes E experts, and the router starts near zero. Several dense models
+give their FFNs to one set in turn; the rest is averaged (:mod:`.mix`). The optimizer state is left
+out, and the schedule begins anew. For experts of 1/G of the width see
+:func:`fairseq_tutel.distributed.experts_of_ffn`.
 """
 
 from __future__ import annotations
@@ -50,11 +45,7 @@ _REFUSED = ("scale_fc", "scale_resids", "base_layers", "quant_noise_pq", "adapti
 @documented
 @dataclass(frozen=True)
 class Upcycling:
-    """Options of :func:`upcycle`; :mod:`.commands` makes flags of them.
-
-    CheckpointError is raised if K, E and G do not fit, or if the function changes without
-    ``inexact``.
-    """
+    """Options of :func:`upcycle`; CheckpointError if they do not fit, or need ``inexact``."""
 
     num_experts: int = option(0, "E, experts per MoE layer", at_least(1))
     freq: int | None = option(None, "F: every F-th layer becomes sparse, 0: none (default: 2, or 0 "
@@ -77,19 +68,15 @@ class Upcycling:
             one_side = self.encoder_freq or self.decoder_freq
             object.__setattr__(self, "freq", 0 if one_side else 2)
         if not 1 <= self.top_k <= self.num_experts:
-            raise CheckpointError(
-                f"--top-k {self.top_k} must lie between 1 and --num-experts {self.num_experts}"
-            )
+            limit = f"--num-experts {self.num_experts}"
+            raise CheckpointError(f"--top-k {self.top_k} must lie between 1 and {limit}")
         if self.num_experts % self.granularity:
-            raise CheckpointError(
-                f"--num-experts {self.num_experts} is no multiple of --granularity "
-                f"{self.granularity}: each replica of an FFN has as many experts"
-            )
+            given = f"--num-experts {self.num_experts}"
+            raise CheckpointError(f"{given} is no multiple of --granularity {self.granularity}")
         if reason := self.why_inexact():
             if not self.inexact:
-                raise CheckpointError(
-                    f"{reason}; --allow-inexact accepts that, --shared-expert avoids it"
-                )
+                ways = "--allow-inexact accepts that, --shared-expert avoids it"
+                raise CheckpointError(f"{reason}; {ways}")
             logger.warning("%s", reason)
 
     def why_inexact(self) -> str:
@@ -132,24 +119,19 @@ def upcycle(
     """Write a set with experts from one or several dense checkpoints of stock fairseq.
 
     Each replica of an FFN has G experts; replica r comes from model r modulo the number of models.
-    All other parameters are averaged over the models, or taken from the first. Options and position
-    in the data are those of the first.
+    Options and position in the data are those of the first.
 
     Args:
-        src: file of the dense model, X.pt; a language model or a transformer. Or several files,
-            of models that differ only in the values of their parameters.
-        dst: X.pt of the set.
+        src: X.pt of a dense language model or transformer. Or several files, of models that differ
+            only in the values of their parameters.
+        dst: X.pt of the set; the canonical path is returned.
         how: the options.
         ranks: W of the set; None: one.
         force: replace what ``dst`` names.
 
-    Returns:
-        The canonical path.
-
     Raises:
         CheckpointError: a source has experts, no layer to make sparse, or options that experts
-            cannot be combined with; several sources are not alike, or more than there are replicas;
-            or as of :func:`..store.write_set`.
+            cannot be combined with; several are not alike, or more than there are replicas.
     """
     paths = [src] if isinstance(src, str) else list(src)
     sources = _open_dense(paths, dst, how, force)
@@ -232,9 +214,7 @@ def _common_width(ffns: _Ffns, how: Upcycling, src: str) -> int:
     """Return the hidden width of the FFNs; CheckpointError if they cannot become experts."""
     widths = sorted({ffn["fc1.weight"].shape[0] for ffn in ffns.values()})
     if not widths:
-        raise CheckpointError(
-            f"{src}: none of its layers becomes sparse with --moe-freq {how.freq}"
-        )
+        raise CheckpointError(f"{src}: none of its layers becomes sparse, --moe-freq {how.freq}")
     unequal = len(widths) > 1 and (how.granularity > 1 or how.shared)
     if unequal or any(width % how.granularity for width in widths):
         raise CheckpointError(
@@ -272,10 +252,7 @@ def _routers(ffns: _Ffns, how: Upcycling) -> dict[str, Tensor]:
 
 
 def _experts(sources: Sequence[_Ffns], how: Upcycling, wanted: range) -> dict[str, Tensor]:
-    """Return the tensors of some experts of all layers, renumbered from 0.
-
-    The replicas of an FFN, each G experts, are made from the sources in turn.
-    """
+    """Return the tensors of some experts of all layers, renumbered from 0."""
     model: dict[str, Tensor] = {}
     for index, prefix in enumerate(sources[0]):
         for number in wanted:

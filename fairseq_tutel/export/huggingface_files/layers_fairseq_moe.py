@@ -24,10 +24,7 @@ GATES = {"swiglu": functional.silu, "geglu": functional.gelu}
 
 
 class FairseqMoEPositions(nn.Module):
-    """Sinusoidal positions: int64 [..., L] -> fp32 [..., L, M], sines first.
-
-    They are computed in each call, so that no length is fixed (Vaswani et al., 2017).
-    """
+    """Sinusoidal positions of any length: int64 [..., L] -> fp32 [..., L, M], sines first."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,7 +1,4 @@
-"""fairseq as a host: train, save and evaluate models with MoE layers.
-
-:func:`register` is the one place that changes fairseq.
-"""
+"""fairseq as a host: train, save and evaluate models with MoE layers."""
 
 from fairseq.criterions import CRITERION_REGISTRY, register_criterion
 
@@ -9,8 +6,6 @@ from ...config import EXCHANGES, EXPERTS, ROUTERS
 from . import hooks
 from .criterions import CRITERIONS
 from .models import ARCHITECTURES
-
-__all__ = ["register"]
 
 
 def register() -> None:

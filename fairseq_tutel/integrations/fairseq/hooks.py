@@ -1,9 +1,7 @@
 """Replaced attributes of fairseq, and of Python in fairseq's programs: ``TABLE``.
 
-No file of fairseq is edited. Registration, subclasses and options are used wherever fairseq has
-them. Elsewhere an attribute is replaced, once, by a function that calls the original unless experts
-are involved, so that dense models behave as before. ``tests/integrations/fairseq/test_hooks.py``
-compares the table with the attributes that really change.
+Registration, subclasses and options are used wherever fairseq has them. Elsewhere an attribute is
+replaced, once, by a function that calls the original unless experts are involved.
 """
 
 import functools
@@ -112,9 +110,8 @@ def _file_of_set(original, filename, suffix, shard_idx, num_shards):
         return found[1]
     file = original(filename, suffix, shard_idx, num_shards)
     if not PathManager.exists(file):
-        raise FileNotFoundError(
-            f"Model file not found: {file}{evaluation.checkpoints_beside(file)}"
-        )
+        beside = evaluation.checkpoints_beside(file)
+        raise FileNotFoundError(f"Model file not found: {file}{beside}")
     return file
 
 
@@ -130,7 +127,9 @@ def _load_model_ensemble_and_task(original, *args, **kwargs):
 
 def _call_main(original, cfg, main, **kwargs):
     name = Path(inspect.unwrap(main).__code__.co_filename).stem
-    if _runs_experts(name, cfg):
+    path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
+    trains = name == "train" and any(moe_frequencies(cfg.model))
+    if trains or path is not None and evaluation.is_moe_checkpoint(path):
         if name == "train":
             follow_set(cfg)
         if name != "interactive":
@@ -139,19 +138,8 @@ def _call_main(original, cfg, main, **kwargs):
     return original(cfg, main, **kwargs)
 
 
-def _runs_experts(name: str, cfg) -> bool:
-    """Return whether a fairseq program is about to run a model with experts."""
-    if name == "train":
-        return any(moe_frequencies(cfg.model))
-    path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
-    return path is not None and evaluation.is_moe_checkpoint(path)
-
-
 def _memoize_user_dir() -> None:
-    """Let ``--user-dir`` and ``user_dir=`` name the package that is imported already.
-
-    fairseq compares paths as they are written; this package's folder may be reached by several.
-    """
+    """Let ``--user-dir`` name this package by any path: fairseq compares them as written."""
     package = Path(__file__).resolve().parents[2]
     folders = (Path(__file__).absolute().parents[3], Path.cwd(), Path(utils.__file__).parent / "..")
     written = {str(package), *(str(folder / package.name) for folder in folders)}
@@ -161,10 +149,7 @@ def _memoize_user_dir() -> None:
 
 
 def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a running program: a console script, file or module.
-
-    Other programs are not imported, because that sets up logging.
-    """
+    """Replace a function of a running program; others are not imported: that sets up logging."""
     file = module_name.replace(".", os.sep) + ".py"
     for module in {sys.modules.get(module_name), sys.modules.get("__main__")} - {None}:
         function = getattr(module, name, None)

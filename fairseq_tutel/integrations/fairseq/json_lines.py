@@ -1,7 +1,5 @@
 """Files of JSON lines that a run appends to; each line has the number of its update."""
 
-from __future__ import annotations
-
 import json
 import os
 import uuid
@@ -30,10 +28,7 @@ def _update_of(line: str) -> float:
 
 
 def replace_file(path: str, lines: Iterable[str]) -> None:
-    """Write a file in one step, so that readers see the old or the new content.
-
-    Two runs with one folder do not write into each other's temporary file.
-    """
+    """Write a file in one step, so that readers see the old or the new content."""
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(lines)

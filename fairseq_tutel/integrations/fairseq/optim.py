@@ -1,11 +1,8 @@
 """``--optimizer adam --fp16-adam-stats`` without apex.
 
-Stock fairseq raises NotImplementedError without apex's ``fused_adam_cuda``, and a plugin cannot
-register a second optimizer called ``adam``. So the constructor of fairseq's class (:mod:`.hooks`)
-builds ``Adam16`` in exactly the case in which it would raise.
+A plugin cannot register a second optimizer called ``adam``. So the constructor of fairseq's class
+(:mod:`.hooks`) builds ``Adam16`` in exactly the case in which stock raises NotImplementedError.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import logging
@@ -37,10 +34,7 @@ def _refuse_averaging() -> None:
 
 
 def _dequantize_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones, which it misreads.
-
-    They are replaced in the caller's dict: fairseq's memory-efficient wrapper reads it once more.
-    """
+    """Give fp32 Adam fp32 statistics if the checkpoint holds scaled fp16 ones; in place."""
     states = state_dict["state"]
     for key in states:
         states[key] = dequantize_state(states[key])

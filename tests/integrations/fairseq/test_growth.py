@@ -155,7 +155,7 @@ def test_what_would_not_start_as_the_dense_model_is_refused(dense, tmp_path):
         ({"top_k": 2, "drop_ratio": 0.5}, "--drop-ratio 0.5 draws hidden units anew"),
         ({"granularity": 3}, "--num-experts 8 is no multiple of --granularity 3"),
         ({"top_k": 9}, "--top-k 9 must lie between 1 and --num-experts 8"),
-        ({"freq": 5}, "none of its layers becomes sparse with --moe-freq 5"),
+        ({"freq": 5}, "none of its layers becomes sparse, --moe-freq 5"),
     ):
         with pytest.raises(CheckpointError, match=words):
             upcycle(dense.path, out, Upcycling(8, **options))
@@ -284,7 +284,7 @@ def _load_of_four(folder):
         ({}, {"num_experts": 1, "world_size": 40, "placement": "sliced"}, "cannot be cut into 5"),
         ({"moe_growth_updates": 9}, {}, "give --moe-load-bias quantile"),
         ({"moe_growth_updates": 9, "moe_top1_expert": True}, {}, "leave out --moe-growth-updates"),
-        ({"moe_tune_file": "x.json"}, {}, "choices of --moe-tune-file are for"),
+        ({"moe_tune_file": "x.json"}, {}, "sizes that --moe-tune-file is for"),
     ],
 )
 def test_growth_that_cannot_be_is_refused_before_the_first_update(

@@ -198,7 +198,7 @@ def _on_two_ranks(cfg):
     assert model.moe_groups.num_experts == 2  # the default: one per rank
     assert list(model.moe_groups.local_experts) == [rank]
     tokens = make_batch(0)["net_input"]["src_tokens"]
-    with pytest.raises(ValueError, match="experts of this model are spread over 2 ranks"):
+    with pytest.raises(ValueError, match="the experts are spread over 2 ranks"):
         model.decoder(tokens, incremental_state={})
     # evaluation with other sizes on the other rank equals that without it
     model.eval()

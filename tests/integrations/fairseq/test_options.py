@@ -236,12 +236,12 @@ CONFLICTS = {
     "--moe-eval-capacity-token-fraction 0.25 | --moe-eval-capacity-factor 1.0",
     "--moe-gating-use-fp32 --moe-gating-use-model-dtype":
     "--moe-gating-use-fp32 | --moe-gating-use-model-dtype",
-    "--moe-force-load 3,1": "--moe-force-load 3,1 makes a training worthless: give --moe-benchmark",
+    "--moe-force-load 3,1": "--moe-force-load 3,1 only measures speed: give --moe-benchmark",
     "--moe-load-bias quantile":
     "--moe-load-bias quantile needs --moe-second-expert-policy all, not 'sampling'",
     "--moe-expert-placement sliced --moe-expert-parallel-size 2":
     "--moe-expert-placement sliced | --moe-expert-parallel-size 2",
-    "--moe-parallelism-r 2": "--moe-parallelism-r 2 | --moe-expert-placement replicated",
+    "--moe-parallelism-r 2": "--moe-parallelism-r 2 | --moe-expert-placement sliced",
     "--moe-overlap-degree 3": "--moe-overlap-degree 3 must be one of 1, 2, 4, 8, or auto",
     "--moe-parallelism-r x": "--moe-parallelism-r x must be a whole number, or auto",
     "--moe-parallelism-r -1": "--moe-parallelism-r -1 must be at least 0, or auto",

@@ -90,8 +90,8 @@ def test_what_cannot_be_one_job_is_refused_with_the_command_that_works(monkeypat
     cfg.distributed_training.distributed_world_size = 1
     launcher = "-m fairseq_tutel.launch -- fairseq-train DATA --lr 'a b'"
     for env, words in (
-        (SRUN, f"srun started 4 processes.*: srun \\[its options\\] python {launcher}$"),
-        (MPIRUN, f"mpirun started 3 processes.*: mpirun \\[its options\\] python {launcher}$"),
+        (SRUN, f"the 4 processes of srun as .*: srun \\[its options\\] python {launcher}$"),
+        (MPIRUN, f"the 3 processes of mpirun as .*: mpirun \\[its options\\] python {launcher}$"),
     ):
         with pytest.raises(ValueError, match=words):
             ranks.join_started_ranks(cfg, env)

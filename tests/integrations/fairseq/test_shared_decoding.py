@@ -94,7 +94,7 @@ def _fail(where):
 def test_a_rank_that_fails_ends_all(where, message):
     first, second = run_ranks(_fail, 2, where, timeout=40)
     assert second.startswith(message)
-    assert first == "RuntimeError: rank 1 failed while all generated together; see its error"
+    assert first == "RuntimeError: rank 1 failed in generation; see its error"
 
 
 def _alone():

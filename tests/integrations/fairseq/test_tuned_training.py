@@ -159,7 +159,7 @@ def test_a_tuned_run_writes_resumes_and_is_pinned(tmp_path):
 def test_a_bad_file_is_refused_on_one_rank_too(tmp_path):
     model = make_config(*WORDS.split()).model
     layers = [MoELayer(8, 4, 8)]
-    assert make_tuner(run_options(model, TransformerLMGPTMoEConfig).tuner, layers) is None
+    assert make_tuner(run_options(model, TransformerLMGPTMoEConfig), layers) is None
     for text, said in (("{", "not a file of exch"), ("", "not a file of exch"), (None, "No such")):
         path = tmp_path / f"{text}.json"
         if text is not None:
@@ -168,7 +168,7 @@ def test_a_bad_file_is_refused_on_one_rank_too(tmp_path):
         with pytest.raises(
             ValueError, match=re.escape(f"--moe-tune-file '{path}': ") + f".*{said}"
         ):
-            make_tuner(run_options(model, TransformerLMGPTMoEConfig).tuner, layers)
+            make_tuner(run_options(model, TransformerLMGPTMoEConfig), layers)
 
 
 def test_two_runs_with_one_folder_do_not_take_each_others_file_away(tmp_path, monkeypatch):

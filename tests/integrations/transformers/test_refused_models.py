@@ -116,7 +116,7 @@ REFUSED = {
     ),
     "decided": (lambda: make("mixtral"), {"top_k": 1, "hidden_dim": 5}, "decide hidden_dim, top_k"),
     "contradiction": (
-        lambda: make("olmoe"), {"normalize_before_dropping": True}, "contradict each other",
+        lambda: make("olmoe"), {"normalize_before_dropping": True}, "contradicts unnormalized",
     ),
     "load": (lambda: make("mixtral"), {"capacity_factor": "full"}, "capacity_factor='full' must"),
 }  # fmt: skip

@@ -24,12 +24,3 @@ CRITERIONS = {
         MoELabelSmoothedCrossEntropyCriterion, MoELabelSmoothedCrossEntropyCriterionConfig
     ),
 }
-
-__all__ = [
-    "CRITERIONS",
-    "MoECriterion",
-    "MoECrossEntropyCriterion",
-    "MoECrossEntropyCriterionConfig",
-    "MoELabelSmoothedCrossEntropyCriterion",
-    "MoELabelSmoothedCrossEntropyCriterionConfig",
-]

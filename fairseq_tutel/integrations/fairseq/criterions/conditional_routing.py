@@ -1,9 +1,8 @@
 """Budget of conditional routing: a loss that pulls the experts' mean share towards p.
 
 C = | sum of the gates / number of tokens - p | over all layers of a forward pass, as in fairseq's
-branch ``nllb``. Each rank has the C of its own tokens by default. With ``--moe-cmr-xgpu`` C counts
-the tokens of all ranks, and the gradient is the one of a single process with all tokens. (In the
-branch the gradient follows only the rank's own loss, which is W times less on W ranks.)
+branch ``nllb``. With ``--moe-cmr-xgpu`` C counts the tokens of all ranks, and the gradient is that
+of a single process with all tokens (in the branch it is W times less on W ranks).
 """
 
 from collections.abc import Sequence
@@ -46,10 +45,7 @@ class Budget:
         self.weight, self.share, self.over_ranks = weight, share, over_ranks
 
     def __call__(self, reports: Sequence[MoEAux], sample_size: float) -> Optional[torch.Tensor]:
-        """Return n C of a batch of sample size n, an fp32 scalar. Collective with ``over_ranks``.
-
-        Return None if the budget has no weight or no layer is conditional.
-        """
+        """Return n C for a sample size n, an fp32 scalar; None without weight or shares."""
         shares = [aux.share_of_layer for aux in reports if aux.share_of_layer is not None]
         if not shares or not self.weight:
             return None

@@ -1,11 +1,9 @@
 """Gate loss and metrics of criterions for models with MoE layers.
 
-A criterion adds ``weight * sample_size * G`` to its own loss and logs how tokens were routed
-(:class:`MoECriterion`). G is the sum or mean of the layers' losses.
-
-fairseq sums logging outputs by one all-reduce over the ranks. Utilisation belongs to one forward
-pass of all ranks, so the passes of an update are kept apart: before the sum, a rank's logging
-outputs are joined into one whose counts have one row per pass (:func:`join_passes`).
+A criterion adds ``weight * sample_size * G`` to its own loss; G is the sum or mean of the layers'
+losses. fairseq sums logging outputs over the ranks. Utilisation belongs to one forward pass of all
+ranks, so before the sum a rank's outputs are joined into one with a row of counts per pass
+(:func:`join_passes`).
 """
 
 import math
@@ -19,21 +17,9 @@ import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
+from .... import moe
 from ....config.options import at_least, check_ranges, option
-from ....moe import (
-    HELP_LAYERS_NAME,
-    HELP_NAMES,
-    METRIC_NAMES,
-    UTILISATION_NAMES,
-    WIRE_ERROR_NAMES,
-    WIRE_LAYERS_NAMES,
-    MoEAux,
-    RoutingCounts,
-    help_counts,
-    routing_metrics,
-    utilisation,
-    wire_errors,
-)
+from ....moe import MoEAux, RoutingCounts
 from .conditional_routing import Budget, BudgetOptions
 
 _CMR = "cmr_gate_loss"  # of conditional routing
@@ -78,10 +64,7 @@ class MoECriterion:
     def add_gate_loss(
         self, loss: torch.Tensor, model, net_output, sample: dict[str, Any]
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
-        """Return (loss with the gate loss, sample size, logging output) of a batch.
-
-        ``loss`` is the criterion's own loss, a scalar or one number per token.
-        """
+        """Return (loss with the gate loss, sample size, logging output) of a batch."""
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         # some models return a tensor or None beside their output
         extra = net_output[1] if isinstance(net_output[1], dict) else {}
@@ -98,7 +81,7 @@ class MoECriterion:
             "nsentences": sample["target"].size(0),
             "sample_size": sample_size,
             "batch_count": 1,
-            **layer_mean_metrics(reports),
+            **_layer_mean_metrics(reports),
             _MAY_DROP: int(_has_capacity(model)),
             _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
         }
@@ -116,10 +99,9 @@ class MoECriterion:
 
 
 def log_moe_metrics(logging_outputs) -> dict[str, float]:
-    """Log loss, gate loss and routing of all ranks and batches of an update.
+    """Log loss, gate loss and routing of an update; return the sums of all scalars by name.
 
-    Return the sums of all scalars by name; a criterion logs its own. NOTE: synchronises once with
-    the device; logged tensors would be read one by one.
+    NOTE: synchronises once with the device; logged tensors would be read one by one.
     """
     _finish_records(logging_outputs)
     passes = logged_passes(logging_outputs)
@@ -131,19 +113,19 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
     if _CMR in total:
         log_scalar(_CMR, total[_CMR] / size, total["sample_size"], 8)
     constant = _constant_metrics(total)
-    for name in METRIC_NAMES:
+    for name in moe.METRIC_NAMES:
         if name not in constant:
             log_scalar(name, total[name] / batches, total["batch_count"])
     if _NULL in total:
         log_scalar(_NULL, total[_NULL] / batches, total["batch_count"], 2)
     for name in used:
-        if name in UTILISATION_NAMES and name not in constant:
+        if name in moe.UTILISATION_NAMES and name not in constant:
             log_scalar(name, total[name], len(passes.slots), 2)
-    for name, layers_name in zip(WIRE_ERROR_NAMES, WIRE_LAYERS_NAMES, strict=True):
+    for name, layers_name in zip(moe.WIRE_ERROR_NAMES, moe.WIRE_LAYERS_NAMES, strict=True):
         if layers := total[layers_name]:  # layers that encoded rows
             log_scalar(name, total[name] / layers, layers, 6)
-    if layers := total[HELP_LAYERS_NAME]:
-        for name in HELP_NAMES:
+    if layers := total[moe.HELP_LAYERS_NAME]:
+        for name in moe.HELP_NAMES:
             log_scalar(name, total[name] / layers, layers)
     return total
 
@@ -161,17 +143,13 @@ def _has_capacity(model) -> bool:
 
 
 def _constant_metrics(total: dict[str, float]) -> set[str]:
-    """Return the metrics that the options fix at 0 or 100; these are not logged.
-
-    Without a capacity nothing is dropped. A top-1 router has no second choice, and its overflow is
-    0 as in fairseq's moe branch. Clocks run with ``--record-a2a-perf-stats`` only. A single rank
-    receives all rows. A metric that happens to be 0 in a batch is logged, because means count it.
-    """
-    constant = {name for name in METRIC_NAMES if name.startswith("all_to_all") and not total[name]}
+    """Return the metrics that the options fix at 0 or 100; these are not logged."""
+    clocks = (name for name in moe.METRIC_NAMES if name.startswith("all_to_all"))
+    constant = {name for name in clocks if not total[name]}
     if not total[_MAY_DROP]:
         constant |= {"overflow_expert1", "overflow_expert2", "moe_drop"}
     if not total[_SECOND]:
-        constant |= {name for name in METRIC_NAMES if "2" in name or "overflow" in name}
+        constant |= {name for name in moe.METRIC_NAMES if "2" in name or "overflow" in name}
     if not total["padded_rows"]:
         constant.add("moe_util_slot")
     if total["ranks"] == 1:
@@ -195,12 +173,12 @@ def _host_totals(logs: Sequence[dict]) -> defaultdict[str, float]:
     return totals
 
 
-def layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
+def _layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
     """Return the mean over the MoE layers of every metric; empty without MoE layers."""
     if not reports:
         return {}
-    means = routing_metrics(reports).mean(1)
-    found = dict(zip(METRIC_NAMES, means.unbind(), strict=True))
+    means = moe.routing_metrics(reports).mean(1)
+    found = dict(zip(moe.METRIC_NAMES, means.unbind(), strict=True))
     if reports[0].num_null_KN is not None:
         found[_NULL] = torch.stack([aux.null_share for aux in reports]).mean()
     return found
@@ -224,14 +202,11 @@ def _finish_records(logs: Sequence[dict[str, Any]]) -> None:
     """Replace the records of the exchanges by errors on the wire and by what helpers did."""
     for log in logs:
         records = log.pop(_RECORDS, ())
-        log.update({**wire_errors(records), **help_counts(records)})
+        log.update({**moe.wire_errors(records), **moe.help_counts(records)})
 
 
 def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
-    """Return the counts of all passes of all ranks, [U, L, ...]; None without MoE layers.
-
-    A log may hold the counts of one pass or of several (:func:`join_passes`).
-    """
+    """Return the counts of all passes of all ranks, [U, L, ...]; None without MoE layers."""
     found = [RoutingCounts(*(log[key] for key in _KEYS)) for log in logs if _KEYS[0] in log]
     if not found:
         return None
@@ -246,6 +221,6 @@ def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
 
 def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
     """Return the mean over passes and layers of every metric, ``padded_rows`` and ``ranks``."""
-    means = torch.stack(utilisation(passes)).flatten(1).mean(1)
-    names = dict(zip(UTILISATION_NAMES, means, strict=True))
+    means = torch.stack(moe.utilisation(passes)).flatten(1).mean(1)
+    names = dict(zip(moe.UTILISATION_NAMES, means, strict=True))
     return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

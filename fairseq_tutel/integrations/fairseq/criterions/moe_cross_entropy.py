@@ -1,8 +1,7 @@
 """``--criterion moe_cross_entropy``: cross entropy plus the balance loss of the MoE layers.
 
 ``loss = CE_sum + weight * sample_size * G``. G is the sum or mean of the layers' losses, or its
-negative logarithm. The loss is logged per token or sentence in base 2, as by fairseq's other
-criterions; G is logged as it is.
+negative logarithm. The loss is logged in base 2, G as it is.
 """
 
 import math

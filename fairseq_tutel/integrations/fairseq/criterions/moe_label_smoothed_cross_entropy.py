@@ -2,8 +2,7 @@
 
 ``loss = (1 - eps) * NLL_sum + eps / V * S + weight * sample_size * G``, with conditional routing
 ``+ cmr_weight * sample_size * C`` (:mod:`.conditional_routing`). S is the sum of -log p over all V
-symbols and all targets without padding. G is the sum or mean of the MoE layers' losses.
-Stock fairseq's ``label_smoothed_cross_entropy`` spreads eps over the V - 1 other symbols.
+symbols and all targets; stock's ``label_smoothed_cross_entropy`` spreads eps over V - 1 symbols.
 """
 
 import math

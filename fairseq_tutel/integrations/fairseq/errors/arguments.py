@@ -1,7 +1,5 @@
 """Parser errors in one line, which for an unknown option names the one that was meant."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

@@ -1,17 +1,10 @@
 """One line for a user's error, where a fairseq program would end with a traceback per rank.
 
-| error | its line |
-|---|---|
-| ValueError, OSError or out of memory, raised by this package | its text |
-| one of these, a plain Exception or an assertion with a text, raised by fairseq | text and place |
-| a file that cannot be opened or written | the file and the reason |
-| a value that Hydra or OmegaConf refuses | the key and the reason |
-
-Any other error keeps its traceback, and so does every error in other programs or with
-``FAIRSEQ_TUTEL_TRACEBACK=1``. The first rank reports Ctrl-C in one line.
+It has the text of a ValueError, OSError or out of memory that this package raised; text and place
+if fairseq raised one of these, a plain Exception or an assertion with a text; the file and the
+reason if a file cannot be opened; the key and the reason if Hydra or OmegaConf refuses a value.
+Any other error keeps its traceback, and so does every error in other programs.
 """
-
-from __future__ import annotations
 
 import os
 import re

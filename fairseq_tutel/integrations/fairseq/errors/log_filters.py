@@ -1,9 +1,4 @@
-"""Filters for warnings and log lines of fairseq that a user can do nothing about.
-
-They are set in fairseq's own programs only. ``FAIRSEQ_TUTEL_WARNINGS=1`` turns them off.
-"""
-
-from __future__ import annotations
+"""Filters for warnings and log lines of fairseq's programs that a user can do nothing about."""
 
 import logging
 import re

@@ -1,7 +1,5 @@
 """Keeps the ranks of one launcher from printing the same error each."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 

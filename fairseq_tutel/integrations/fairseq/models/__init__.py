@@ -1,7 +1,7 @@
 """fairseq models with MoE layers; ``fairseq_tutel.register`` makes fairseq know them."""
 
 from .architectures import ARCHITECTURES, Architecture, moe_architecture, name_with_experts
-from .shared_decoding import SharedDecoding, decode_together, is_spread
+from .shared_decoding import SharedDecoding, is_spread
 from .transformer_lm_gpt_moe import TransformerLMGPTMoE, TransformerLMGPTMoEConfig
 from .transformer_moe import TransformerMoE, TransformerMoEConfig
 from .transformer_stacks import MoETransformerDecoder

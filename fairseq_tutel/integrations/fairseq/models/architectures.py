@@ -1,23 +1,11 @@
-"""Architectures with MoE layers: the table that command lines, errors and the planner read.
-
-A model is one file: the dataclass of its options, and its class with :func:`moe_architecture`,
-which adds a row to the table. ``fairseq_tutel.register`` makes fairseq know the rows.
-"""
-
-from __future__ import annotations
+"""Architectures with MoE layers: the table that command lines, errors and the planner read."""
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    MODEL_DATACLASS_REGISTRY,
-    MODEL_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq import models
 from hydra.core.config_store import ConfigStore
 
 from ..options.command_line import apply_rules
@@ -45,18 +33,18 @@ class Architecture:
     def register(self) -> None:
         """Make fairseq know the model, and its options if these have changed since."""
         schema = self.schema
-        if self.name not in MODEL_REGISTRY:
-            register_model(self.name, dataclass=schema)(self.model)
+        if self.name not in models.MODEL_REGISTRY:
+            models.register_model(self.name, dataclass=schema)(self.model)
             rules = functools.partial(apply_rules, self)
             # register_model gives the model's own arch name an empty function
-            ARCH_CONFIG_REGISTRY[self.name] = rules
+            models.ARCH_CONFIG_REGISTRY[self.name] = rules
             for ending, defaults in self.sizes.items():
                 named = functools.partial(_set_sizes, defaults, rules)
-                register_model_architecture(self.name, f"{self.name}_{ending}")(named)
-        elif MODEL_DATACLASS_REGISTRY[self.name] is not schema:
+                models.register_model_architecture(self.name, f"{self.name}_{ending}")(named)
+        elif models.MODEL_DATACLASS_REGISTRY[self.name] is not schema:
             # the three places in which register_model keeps a dataclass
             setattr(self.model, "__dataclass", schema)
-            MODEL_DATACLASS_REGISTRY[self.name] = schema
+            models.MODEL_DATACLASS_REGISTRY[self.name] = schema
             node = schema()
             node._name = self.name
             ConfigStore.instance().store(
@@ -68,10 +56,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def moe_architecture(
-    name: str,
-    config: type,
-    replaces: str,
-    sizes: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str, config: type, replaces: str, sizes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Callable[[type], type]:
     """Return a decorator that adds a model class to the table; see :class:`Architecture`."""
 

@@ -1,14 +1,12 @@
 """Conditional MoE routing (CMR): a gate mixes the outputs of a dense FFN and of the experts.
 
-NLLB (arXiv 2207.04672, section 6.2.2; arXiv 2212.07571), with the options and parameter names of
-fairseq's branch ``nllb``. The gate has one output per token, g = dropout(sigmoid(w x + b)):
-y = (1 - g) FFN(x) + g MoE(x). All tokens are routed and take capacity, so it saves no computation.
-The criterion's ``--cmr-gate-loss-wt`` pulls the mean of g towards ``--cmr-gate-loss-p``.
+y = (1 - g) FFN(x) + g MoE(x) with g = dropout(sigmoid(w x + b)), a number per token, as in NLLB
+(arXiv 2207.04672, section 6.2.2; arXiv 2212.07571) and fairseq's branch ``nllb``. All tokens are
+routed and take capacity, so it saves no computation.
 """
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import nn
@@ -62,8 +60,3 @@ class ConditionalRouting(nn.Module):
             tokens = tokens - padded.sum()
         y = (1 - share) * dense + share * sparse
         return y, torch.stack([share.float().sum(), tokens])
-
-
-def gate_dropout(args: Any) -> Optional[float]:
-    """Return the dropout of the gate from a model's options; None without conditional routing."""
-    return args.cmr_gate_drop if args.moe_cmr else None

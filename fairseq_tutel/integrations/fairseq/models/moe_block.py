@@ -1,21 +1,12 @@
 """MoE blocks in fairseq's transformers: any stock layer with an MoE layer as its FFN.
 
-A stock layer computes attention, then ``fc2(activation(fc1(x)))``, dropout, the residual connection
-and norms. A block repeats none of that::
-
-    class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
-        pad_mask_argument = "self_attn_padding_mask"
-
 The stock ``forward`` runs on a :class:`_View` of the layer, in which ``fc1`` is the MoE layer and
-the rest of the FFN is the identity. The block itself is not changed, because conditional routing
-needs its ``fc1`` and ``fc2``. A view belongs to one call and holds its padding mask and agreement;
-attributes of the block would be stale when activation checkpointing runs the call again.
+the rest of the FFN is the identity. A view belongs to one call and holds its padding mask and
+agreement; attributes of the block would be stale when activation checkpointing runs it again.
 
 Stock models loop over layers, and the loop has no place for a second value. While it runs, a
 :class:`ForwardScope` carries the ranks' agreement to the blocks and collects their reports.
 """
-
-from __future__ import annotations
 
 import contextlib
 import inspect
@@ -62,15 +53,11 @@ class ForwardScope:
 class MoEBlock:
     """Mixin of a stock transformer layer, to be named before it.
 
-    With activation checkpointing the backward pass recomputes the whole block. The aux value is one
-    of its outputs, so it keeps its gradient.
-
     Args:
-        cfg: fairseq's config of the model.
+        cfg, stock: arguments of the stock layer.
         moe_layer: replaces fc1, activation, fc2 and their dropout, which the experts have inside.
         scope: of the stack.
         conditional: mixes the stock FFN, which then stays, with the MoE layer; None: no FFN.
-        **stock: other arguments of the stock layer.
     """
 
     pad_mask_argument: str  # of the stock ``forward``
@@ -139,7 +126,7 @@ class MoEBlock:
         *args: Any,
         **kwargs: Any,
     ) -> tuple:
-        """Return the stock layer's results, followed by the members of the aux value.
+        """Return the stock layer's results and the aux value's members, which keep their gradient.
 
         A recomputation adds to the same record, because gradients use its exchanges.
         """
@@ -215,11 +202,7 @@ class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
 
 
 class MoETransformerEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
-    """Encoder layer with experts.
-
-    The stock layer of fairseq 0.12.2 keeps its weights a second time, for a fast path through
-    torch's own encoder layer, and fills the copy as it loads. This layer has no such path.
-    """
+    """Encoder layer with experts, without the second copy of weights that fairseq 0.12.2 keeps."""
 
     pad_mask_argument = "encoder_padding_mask"
 

@@ -1,7 +1,5 @@
 """Parts that the fairseq models with MoE layers share: layers, tuner, agreement, reports."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Sequence
@@ -12,15 +10,14 @@ import torch
 from fairseq import hub_utils
 from fairseq.models import BaseFairseqModel
 
-from .... import ops
+from .... import distributed, ops
 from ....config import EXPERTS
-from ....distributed import StepAgreement, build_groups, process_world, sync_stacks
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.command_line import add_meta_flags
-from ..options.options import RunOptions, TunerOptions
-from .shared_decoding import decode_together
+from ..options.options import RunOptions
+from .shared_decoding import SharedDecoding
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +26,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def world_size(args: Any) -> int:
     """Return the number of ranks, simulated ones included, for a model's options."""
-    return max(process_world()[1], args.moe_simulate_world_size)
+    return max(distributed.process_world()[1], args.moe_simulate_world_size)
 
 
 class LayerFactory:
@@ -41,19 +38,16 @@ class LayerFactory:
 
         register()  # stock fairseq would average the experts of different ranks
         self._run, self._numbers = run, itertools.count()
-        self.groups = build_groups(
+        self.groups = distributed.build_groups(
             run.routing.num_experts,
-            expert_parallel_size=run.expert_parallel_size,
-            simulate_world_size=run.simulate_world_size,
-            placement=run.placement,
+            expert_parallel_size=run.args.moe_expert_parallel_size,
+            simulate_world_size=run.args.moe_simulate_world_size,
+            placement=str(run.args.moe_expert_placement),
         )
         if self.groups.simulated:
-            logger.warning(
-                "SIMULATION: this process is one rank of %d; all-to-alls are local copies and the "
-                "losses mean nothing",
-                self.groups.world_size,
-            )
-        ops.set_backend(run.backend)
+            text = "SIMULATION: this process is one rank of %d, and the losses mean nothing"
+            logger.warning(text, self.groups.world_size)
+        ops.set_backend(str(run.args.moe_backend))
 
     def build(self, cfg: Any, side: Any) -> MoELayer:
         """Build the next layer by a TransformerConfig and its part for the encoder or decoder."""
@@ -62,7 +56,7 @@ class LayerFactory:
         reads = EXPERTS.get(experts.expert_network).uses_activation or experts.shared_expert_dim
         return MoELayer(
             side.embed_dim,
-            hidden_dim=run.hidden_dim or side.ffn_embed_dim,
+            hidden_dim=run.args.moe_expert_ffn_dim or side.ffn_embed_dim,
             config=run.routing,
             activation=str(cfg.activation_fn) if reads else "gelu",
             groups=self.groups,
@@ -71,35 +65,36 @@ class LayerFactory:
             # some forks have no relu_dropout, the older name
             activation_dropout=cfg.activation_dropout or getattr(cfg, "relu_dropout", None) or 0.0,
             # LoRA takes over the experts of the whole model and holds them by itself
-            expert_storage="stacked" if run.lora_rank else run.storage,
+            expert_storage="stacked" if run.args.moe_lora_rank else run.storage,
             exchange=run.exchange,
-            record_exchange_time=run.record_exchange_time,
-            skip_exchange=run.skip_exchange,
+            record_exchange_time=run.args.record_a2a_perf_stats,
+            skip_exchange=run.args.dummy_a2a,
             layer_index=next(self._numbers),
         )
 
 
 def with_lora(model: Model, run: RunOptions) -> Model:
     """Give the experts low-rank updates and freeze the rest, if ``--moe-lora-rank`` asks for it."""
-    if run.lora_rank:
+    if rank := run.args.moe_lora_rank:
         storage = "same" if run.storage == "stacked" else run.storage
-        add_lora(model, run.lora_rank, run.lora_alpha, storage=storage)
+        add_lora(model, rank, run.args.moe_lora_alpha, storage=storage)
     return model
 
 
-def make_tuner(options: TunerOptions | None, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
+def make_tuner(run: RunOptions, layers: Sequence[MoELayer]) -> ExchangeTuner | None:
     """Return the tuner of a model's layers; None if there is nothing to choose. Collective."""
-    if options is None or not layers:
+    if not run.tuned or not layers:
         return None
-    how = {"steps": options.steps, "max_loss": options.max_loss}
-    if options.file is None:
+    how = {"steps": run.args.moe_tune_steps, "max_loss": run.args.moe_tune_max_loss}
+    file = run.args.moe_tune_file
+    if file is None:
         needed = layers[0].groups.needs_sync
-        return ExchangeTuner(layers, options.fields, **how) if needed else None
+        return ExchangeTuner(layers, run.tuned, **how) if needed else None
     try:
-        pinned = Path(options.file).read_text(encoding="utf-8")
-        return ExchangeTuner(layers, options.fields, **how, pinned=pinned)
+        pinned = Path(file).read_text(encoding="utf-8")
+        return ExchangeTuner(layers, run.tuned, **how, pinned=pinned)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--moe-tune-file {options.file!r}: {error}") from None
+        raise ValueError(f"--moe-tune-file {file!r}: {error}") from None
 
 
 def agree(
@@ -108,48 +103,41 @@ def agree(
     dtype: torch.dtype,
     tuner: ExchangeTuner | None,
     generating: bool,
-) -> list[StepAgreement]:
+) -> list[distributed.StepAgreement]:
     """Exchange token counts with the other ranks, once per forward pass for all layers.
 
-    Args:
-        stacks: MoE layers of each stack; a language model has one, an encoder-decoder two.
-        counts: tokens of each stack.
-        dtype: of the experts' rows.
-        tuner: chooses the exchange in training.
-        generating: the pass computes one more token per sentence, or only the encoder. This
-            raises ValueError if experts are spread over ranks.
+    ``stacks`` and ``counts`` are MoE layers and tokens of each stack. ``generating``: the pass
+    computes one more token per sentence, or only the encoder; ValueError if experts are spread.
     """
     sparse = [i for i, layers in enumerate(stacks) if layers]
-    steps = list(map(StepAgreement, counts))
+    steps = list(map(distributed.StepAgreement, counts))
     if not sparse or not (groups := stacks[sparse[0]][0].groups).needs_sync:
         return steps
     if generating:
         raise ValueError(
-            "the experts of this model are spread over "
-            f"{groups.ep_size * groups.num_slices} ranks, which generate together only from "
-            "language models, by fairseq-generate or generate() and sample() of from_pretrained; "
-            "otherwise start without torch.distributed (--distributed-world-size 1), so that each "
-            "process loads all experts"
+            f"the experts are spread over {groups.ep_size * groups.num_slices} ranks, which "
+            "generate together only from language models, by fairseq-generate or generate() and "
+            "sample() of from_pretrained; give --distributed-world-size 1, so that each process "
+            "loads all experts"
         )
     counts = [counts[i] for i in sparse]
     if tuner is not None:
         agreed = tuner.agree_stacks(counts, dtype)
     else:
         settings = [stacks[i][0].step_settings(dtype) for i in sparse]
-        agreed = sync_stacks(counts, settings, groups)
+        agreed = distributed.sync_stacks(counts, settings, groups)
     for i, step in zip(sparse, agreed, strict=True):
         steps[i] = step
     return steps
 
 
 def reports_to_extra(
-    reports: list[MoEAux], layers: Sequence[MoELayer], step: StepAgreement
+    reports: list[MoEAux], layers: Sequence[MoELayer], step: distributed.StepAgreement
 ) -> dict[str, Any]:
     """Return what a model gives to the criterion beside its output.
 
-    ``moe`` holds a :class:`MoEAux` per MoE layer, ``moe_counts`` this rank's
-    :class:`~fairseq_tutel.moe.RoutingCounts`, and ``moe_bias_counts`` the counts that move load
-    biases, in training of layers that have them.
+    ``moe`` holds a :class:`MoEAux` per MoE layer, ``moe_counts`` this rank's RoutingCounts, and
+    ``moe_bias_counts`` what moves load biases, in training of layers that have them.
     """
     if not reports:
         return {"moe": []}
@@ -162,14 +150,11 @@ def reports_to_extra(
 
 
 class HubInterface(hub_utils.GeneratorHubInterface):
-    """fairseq's interface, in which ranks that share experts generate together.
-
-    All ranks call its methods, each with its own sentences or none.
-    """
+    """fairseq's interface, whose methods all ranks that share experts call together."""
 
     def generate(self, tokenized_sentences, *args: Any, **options: Any):
         """Generate as the stock method does."""
-        with decode_together(self.models):
+        with SharedDecoding(self.models):
             if not len(tokenized_sentences):  # stock fails
                 return []
             return super().generate(tokenized_sentences, *args, **options)
@@ -192,3 +177,8 @@ class MoEModel:
         """Add the flags of the flat dataclass, and those of Meta's branches."""
         BaseFairseqModel.add_args.__func__(cls, parser)
         add_meta_flags(parser)
+
+    @property
+    def moe_groups(self) -> distributed.ExpertParallelGroups | None:
+        """Placement of the experts; None without MoE layers."""
+        return next((layer.groups for layer in self.moe_layers.values()), None)

@@ -6,15 +6,14 @@ still has work. A rank without work computes the layers with no tokens::
     rank 0   agree  layers  search    agree  layers  search    agree: nobody is busy
     rank 1   agree  layers  search    agree  layers (0 tokens)  agree
 
-So the ranks of a job end together, whatever their numbers of sentences, words and beams. A rank
-that fails between two passes tells the others, which end at once. If it fails within a pass, its
-process ends and closes its connections.
+So the ranks of a job end together. A rank that fails between two passes tells the others, which end
+at once. If it fails within a pass, its process ends and closes its connections.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,11 +25,14 @@ _IDLE, _BUSY, _FAILED = range(3)
 
 
 class SharedDecoding:
-    """Context that keeps ranks in step while they generate from models (an ensemble)."""
+    """Context that keeps ranks in step while they generate from models (an ensemble).
+
+    Collective at the end. A no-op if they share no experts, or inside another such context.
+    """
 
     def __init__(self, models: Iterable[nn.Module]):
-        stacks = [model.decoder for model in models if is_spread(model)]
-        self._stacks: list[Any] = stacks
+        stacks: list[Any] = [model.decoder for model in models if is_spread(model)]
+        self._stacks = [stack for stack in stacks if stack.shared_decoding is None]
         self._over = False
 
     def __enter__(self) -> SharedDecoding:
@@ -50,10 +52,7 @@ class SharedDecoding:
                 stack.shared_decoding = None
 
     def agree(self, stack: Any, num_tokens: int, generating: bool) -> StepAgreement:
-        """Begin a pass of this rank's tokens through a decoder. Collective.
-
-        ValueError is raised for a pass that is no step of generation, RuntimeError if a rank fails.
-        """
+        """Begin a pass through a decoder; RuntimeError if a rank failed. Collective."""
         if not generating:
             raise ValueError("sentences are scored by fairseq-eval-lm; ranks generate together")
         return self._sync(stack, num_tokens, _BUSY)[0]
@@ -68,7 +67,7 @@ class SharedDecoding:
     @torch.no_grad()
     def _finish(self) -> None:
         """Join the passes of the others until none has any to come."""
-        while True:
+        while self._stacks:
             for stack in self._stacks:
                 step, is_busy = self._sync(stack, 0, _IDLE)
                 if not is_busy:
@@ -86,9 +85,7 @@ class SharedDecoding:
         failed = [rank for rank, each in words.items() if each == _FAILED]
         self._over = bool(failed) or set(words.values()) == {_IDLE}
         if failed:
-            raise RuntimeError(
-                f"rank {failed[0]} failed while all generated together; see its error"
-            )
+            raise RuntimeError(f"rank {failed[0]} failed in generation; see its error")
         return step, _BUSY in words.values()
 
 
@@ -98,17 +95,3 @@ def is_spread(model: nn.Module) -> bool:
     if groups is None or not groups.needs_sync or not hasattr(model, "decoder"):
         return False
     return not hasattr(model, "encoder")  # other ranks would have to compute its layers too
-
-
-@contextlib.contextmanager
-def decode_together(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep ranks that share experts in step while they generate; collective at the end.
-
-    A no-op if they share none, or inside another such context.
-    """
-    spread = [model for model in models if is_spread(model)]
-    if not spread or spread[0].decoder.shared_decoding is not None:
-        yield
-        return
-    with SharedDecoding(spread):
-        yield

@@ -1,10 +1,5 @@
-"""fairseq's options of an encoder-decoder transformer as one flat dataclass.
+"""fairseq's options of an encoder-decoder transformer as one flat dataclass, named as its flags."""
 
-Stock fairseq nests them (``model.encoder.embed_dim``), for its command line alone. The flat names
-are those of its flags, in a Hydra config too (``model.encoder_embed_dim``).
-"""
-
-# no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Optional

@@ -1,6 +1,5 @@
 """``--arch transformer_lm_gpt_moe``: fairseq's GPT-style language model with MoE layers."""
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
 from typing import Optional
 
@@ -40,9 +39,7 @@ class TransformerLMGPTMoEConfig(MoEOptions, TransformerLanguageModelConfig):
         group="size",
     )
     use_stable_embedding: bool = option(
-        False,
-        "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)",
-        group="size",
+        False, "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)", group="size"
     )
 
 
@@ -87,12 +84,7 @@ _SIZES = {
 }
 
 
-@moe_architecture(
-    "transformer_lm_gpt_moe",
-    TransformerLMGPTMoEConfig,
-    replaces="transformer_lm",
-    sizes=_SIZES,
-)
+@moe_architecture("transformer_lm_gpt_moe", TransformerLMGPTMoEConfig, "transformer_lm", _SIZES)
 class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
     """Language model ``transformer_lm_gpt`` with experts in every second FFN (by default)."""
 
@@ -112,7 +104,7 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
             embed_tokens,
             no_encoder_attn=True,
         )
-        decoder.exchange_tuner = make_tuner(run.tuner, list(decoder.moe_layers.values()))
+        decoder.exchange_tuner = make_tuner(run, list(decoder.moe_layers.values()))
         return with_lora(cls(decoder), run)
 
     @classmethod
@@ -130,11 +122,6 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
     def exchange_tuner(self):
         """Tuner of the layers (:class:`~fairseq_tutel.tuning.ExchangeTuner`) or None."""
         return self.decoder.exchange_tuner
-
-    @property
-    def moe_groups(self):
-        """Placement of the experts; None without MoE layers."""
-        return self.decoder.moe_groups
 
 
 def _fill_sizes(args) -> None:

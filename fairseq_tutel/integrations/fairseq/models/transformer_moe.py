@@ -1,10 +1,5 @@
-"""``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers.
+"""``--arch transformer_moe``: fairseq's encoder-decoder transformer with MoE layers."""
 
-Stacks, dense layers, attention and embeddings are stock ones. Parameters have the names of Meta's
-branches ``moe`` and ``nllb``, so that their checkpoints load.
-"""
-
-# no postponed annotations here: fairseq reads the types of dataclass fields
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Optional
@@ -15,17 +10,10 @@ from fairseq.models.transformer import TransformerConfig, TransformerModelBase
 from ....config.options import at_least, option
 from ....moe import MoELayer
 from ..options.options import MoEOptions, moe_frequencies, run_options
+from . import moe_stack
 from .architectures import moe_architecture
-from .conditional_routing import ConditionalRoutingOptions, gate_dropout
-from .moe_stack import (
-    LayerFactory,
-    MoEModel,
-    agree,
-    make_tuner,
-    reports_to_extra,
-    with_lora,
-    world_size,
-)
+from .conditional_routing import ConditionalRoutingOptions
+from .moe_stack import MoEModel
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
@@ -58,7 +46,6 @@ class TransformerMoEConfig(ConditionalRoutingOptions, MoEOptions, FlatTransforme
 
 
 def _sizes(dim: int, ffn: int, heads: int, **others: Any) -> dict:
-    """Return equal sizes of both stacks."""
     found = {"embed_dim": dim, "ffn_embed_dim": ffn, "attention_heads": heads}
     return {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in found.items()} | others
 
@@ -82,12 +69,7 @@ _SIZES = {
 }
 
 
-@moe_architecture(
-    "transformer_moe",
-    TransformerMoEConfig,
-    replaces="transformer",
-    sizes=_SIZES,
-)
+@moe_architecture("transformer_moe", TransformerMoEConfig, "transformer", _SIZES)
 class TransformerMoE(MoEModel, TransformerModelBase):
     """Encoder-decoder with experts in every second FFN of both stacks (by default)."""
 
@@ -99,22 +81,24 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         widths = args.alternate_ffn_embed_dim, args.alternate_decoder_ffn_embed_dim
         sides = list(zip(moe_frequencies(args), widths, strict=True))
         sparse = any(freq and width <= 0 for freq, width in sides)
-        run = run_options(args, TransformerMoEConfig, world_size(args) if sparse else None)
+        ranks = moe_stack.world_size(args) if sparse else None
+        run = run_options(args, TransformerMoEConfig, ranks)
         fill_sizes(args)
         cfg = TransformerConfig.from_namespace(args)
         for name, value in vars(cfg).items():
             if isinstance(value, Enum):  # text from stock's parser, and layers of forks read text
                 setattr(cfg, name, value.value)
-        factory = LayerFactory(run) if sparse else None
+        factory = moe_stack.LayerFactory(run) if sparse else None
         # the stock method builds the encoder first, and hands cfg to both builders
+        gate_dropout = args.cmr_gate_drop if args.moe_cmr else None
         cfg.sparsity = [
-            Sparsity(freq, factory if width <= 0 else None, width, gate_dropout(args))
+            Sparsity(freq, factory if width <= 0 else None, width, gate_dropout)
             for freq, width in sides
         ]
         model = super().build_model(cfg, task)
         del cfg.sparsity
-        model.exchange_tuner = make_tuner(run.tuner, list(model.moe_layers.values()))
-        return with_lora(model, run)
+        model.exchange_tuner = moe_stack.make_tuner(run, list(model.moe_layers.values()))
+        return moe_stack.with_lora(model, run)
 
     @classmethod
     def build_encoder(cls, cfg, src_dict, embed_tokens):
@@ -127,20 +111,16 @@ class TransformerMoE(MoEModel, TransformerModelBase):
         )
 
     def forward(self, src_tokens, src_lengths, prev_output_tokens, **options):
-        """Compute the stock method; add what ``reports_to_extra`` returns to its second result.
-
-        The ranks agree once for both stacks. A model that was prepared for inference, as in
-        fairseq-generate, drops nothing.
-        """
+        """Compute the stock method; add what ``reports_to_extra`` returns to its second result."""
         stacks = (self.encoder, self.decoder)
-        steps = agree(
+        steps = moe_stack.agree(
             [list(stack.moe_layers.values()) for stack in stacks],
             [src_tokens.numel(), prev_output_tokens.numel()],
             self.decoder.embed_tokens.weight.dtype,
             self.exchange_tuner,
             generating=False,
         )
-        whole = self._is_generation_fast
+        whole = self._is_generation_fast  # prepared for inference: drops nothing
         with (
             self.encoder.scope.open(steps[0], whole) as of_encoder,
             self.decoder.scope.open(steps[1], whole) as of_decoder,
@@ -148,7 +128,7 @@ class TransformerMoE(MoEModel, TransformerModelBase):
             x, extra = super().forward(src_tokens, src_lengths, prev_output_tokens, **options)
         layers = list(self.moe_layers.values())
         reports = [*of_encoder, *of_decoder]
-        return x, {**(extra or {}), **reports_to_extra(reports, layers, steps[0])}
+        return x, {**(extra or {}), **moe_stack.reports_to_extra(reports, layers, steps[0])}
 
     @property
     def moe_layers(self) -> dict[str, MoELayer]:
@@ -158,8 +138,3 @@ class TransformerMoE(MoEModel, TransformerModelBase):
             for stack in (self.encoder, self.decoder)
             for number, layer in stack.moe_layers.items()
         }
-
-    @property
-    def moe_groups(self):
-        """Placement of the experts; None without MoE layers."""
-        return next((layer.groups for layer in self.moe_layers.values()), None)

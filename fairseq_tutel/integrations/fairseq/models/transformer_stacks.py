@@ -1,7 +1,5 @@
 """fairseq's transformer encoder and decoder with MoE layers in place of some of their layers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -16,7 +14,7 @@ from fairseq.models.transformer import (
 )
 from torch import nn
 
-from ....distributed import ExpertParallelGroups, StepAgreement
+from ....distributed import StepAgreement
 from ....moe import MoELayer
 from ....tuning import ExchangeTuner
 from .conditional_routing import ConditionalRouting
@@ -37,12 +35,11 @@ class Sparsity(NamedTuple):
 
 
 class MoEStack:
-    """Mixin of a stock encoder or decoder, to be named before it. Other layers are stock ones.
+    """Mixin of a stock encoder or decoder, to be named before it.
 
     The constructor takes the :class:`Sparsity` before the stock arguments. A model that runs
     several stacks in one pass opens the :attr:`scope` of each. A stack whose scope is not open
-    agrees with the other ranks by itself; while generating it cannot, if experts are spread over
-    ranks.
+    agrees with the other ranks by itself.
     """
 
     side: str  # the stack's part of TransformerConfig
@@ -87,12 +84,6 @@ class MoEStack:
             if isinstance(layer, self.block)
         }
 
-    @property
-    def moe_groups(self) -> ExpertParallelGroups | None:
-        """Placement of the experts; None without MoE layers."""
-        factory = self._sparsity.factory
-        return factory and factory.groups
-
     def agree_alone(self, num_tokens: int, generating: bool) -> StepAgreement:
         """Agree with the other ranks on a pass through this stack only."""
         if self.shared_decoding is not None:
@@ -120,10 +111,7 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
         return super().upgrade_state_dict_named(state_dict, name)
 
     def forward(self, src_tokens, *args, **options):
-        """Compute the stock method; drop nothing without an open scope, as in generation.
-
-        A sentence's translation must not depend on the others of its batch.
-        """
+        """Compute the stock method; drop nothing without an open scope, as in generation."""
         if self.scope.step is not None:
             return super().forward(src_tokens, *args, **options)
         step = self.agree_alone(src_tokens.numel(), generating=True)
@@ -142,11 +130,7 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
     def extract_features(
         self, prev_output_tokens, encoder_out=None, incremental_state=None, **options
     ):
-        """Compute the stock method; add what :func:`reports_to_extra` returns to its second result.
-
-        Nothing is added if the model has opened the scope, or if nobody reads it: in generation,
-        and with :attr:`is_evaluated`.
-        """
+        """Compute the stock method; add :func:`reports_to_extra` to its result if it is read."""
         run = functools.partial(
             super().extract_features, prev_output_tokens, encoder_out, incremental_state, **options
         )
@@ -163,11 +147,7 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
 
 
 class Layers(nn.ModuleList):
-    """Module list that prints each kind of layer once.
-
-    torch merges equal neighbours only. MoE layers alternate with dense ones, so 24 layers would
-    print some 400 lines.
-    """
+    """Module list that prints each kind of layer once; torch merges equal neighbours only."""
 
     def __repr__(self) -> str:
         numbers: dict[str, list[int]] = {}

@@ -1,13 +1,10 @@
 """Flags of Meta's branches on fairseq's command lines, and rules for parsed arguments.
 
 Commands for Meta's branches ``moe`` and ``nllb`` run unchanged. A flag without a meaning here is
-accepted, with one line that says why it has no effect (``ACCEPTED``). A flag that would change the
-result is refused, with what to do instead (``REFUSED``). Architectures add the training flags
-(:func:`add_meta_flags`), hooks.py those of the evaluation programs. A flag that the parser already
-has is left out.
+accepted, with a line that says why. A flag that would change the result is refused, with what to do
+instead. Architectures add the training flags, hooks.py those of the evaluation programs.
 """
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 import argparse
 import dataclasses
 import importlib.util
@@ -101,19 +98,13 @@ def with_evaluation_flags(config: type) -> type:
 
 
 def apply_rules(row: Any, args: argparse.Namespace) -> None:
-    """Adapt parsed arguments to an architecture (:class:`~..models.Architecture`), in place.
-
-    - ``--ddp-backend fully_sharded`` of the published commands becomes ``legacy_ddp``: experts are
-      spread over the ranks in any case. ``MEMORY.md`` says why dense parameters are replicated.
-    - Meta's flags without a meaning are reported and removed.
-    - ``--bf16`` makes stock fairseq look for a TPU; without torch_xla it means GPUs or CPUs.
-    - Tasks that cannot train such a model and contradicting options end the program.
-    """
+    """Adapt parsed arguments to an ``Architecture``, or end the program if they do not fit."""
     _refuse_task(row, args)
     lines = _replace_meta_flags(args)
     if getattr(args, "distributed_rank", 0) == 0:
         for line in lines:
             logger.warning(line)
+    # --bf16 makes stock fairseq look for a TPU
     if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
         args.tpu = False
     defaults = {field.name: field.default for field in dataclasses.fields(row.schema)}
@@ -127,9 +118,7 @@ def _refuse_task(row: Any, args: argparse.Namespace) -> None:
     task = getattr(args, "task", None)
     refused = REFUSED_TASKS.get(task)
     if task == "translation" and "encoder_layers" not in row.config.__dataclass_fields__:
-        refused = (
-            "that is a language model; give --task language_modeling (translation is the default)"
-        )
+        refused = "it is a language model; give --task language_modeling (translation: the default)"
     if refused:
         raise SystemExit(f"error: --task {task} is not for --arch {args.arch}: {refused}")
 

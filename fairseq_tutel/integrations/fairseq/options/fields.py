@@ -1,14 +1,10 @@
 """Options of the frozen configs as fairseq has them: flags, and fields of a Hydra schema.
 
-:mod:`fairseq_tutel.config.options` describes each option once. :func:`schema_of` makes a dataclass
-of them, from which fairseq makes flags and a Hydra schema. :func:`values_of` is the way back, from
-a model's options to the arguments of a frozen config.
-
-A user dir may register routers, exchanges and networks of experts after the models' dataclasses
-exist. :func:`with_registered` then makes a dataclass with their names and options for fairseq.
+:func:`schema_of` makes a dataclass, from which fairseq makes flags and a Hydra schema.
+:func:`values_of` is the way back. A user dir may register routers, exchanges and networks of
+experts after the models' dataclasses exist: :func:`with_registered` adds their names and options.
 """
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -79,10 +75,7 @@ def _extended(config: Any, names: tuple) -> type:
 
 
 def use_present_names(args: Any) -> None:
-    """Move values of former options (``moe_a2a``) to their present names, in place.
-
-    ValueError is raised if both names have a value, and the values differ.
-    """
+    """Move values of former options (``moe_a2a``) to their present names; ValueError for two."""
     for field, _ in _FIELDS:
         flag, alias = flag_name(field), alias_name(field)
         former = getattr(args, alias, None) if alias else None
@@ -90,10 +83,8 @@ def use_present_names(args: Any) -> None:
             continue
         present = getattr(args, flag, None)
         if present is not None and str(present) not in (str(field.default), str(former)):
-            raise ValueError(
-                f"{as_flag(flag, present)} and {as_flag(alias, former)}, its former name, "
-                "contradict each other: give the first"
-            )
+            both = f"{as_flag(flag, present)} and {as_flag(alias, former)}, its former name,"
+            raise ValueError(f"{both} contradict each other: give the first")
         setattr(args, flag, str(former))
         setattr(args, alias, None)
 
@@ -101,9 +92,8 @@ def use_present_names(args: Any) -> None:
 def values_of(config: Any, args: Any) -> dict[str, Any]:
     """Return the arguments of a frozen config from a model's config or parsed arguments.
 
-    Options that were not given and have no default on the command line are left out. ValueError is
-    raised for a text that is neither a number nor ``auto``, and for the option of an implementation
-    that was not chosen.
+    Options that were not given and have no default on the command line are left out. ValueError for
+    a text that is neither a number nor ``auto``, and for an implementation that was not chosen.
     """
     values = {}
     for field in _given(config):

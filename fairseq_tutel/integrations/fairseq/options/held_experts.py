@@ -1,41 +1,10 @@
-"""How a model holds its experts: options of low-rank updates (LoRA), and of storage."""
+"""How a model holds its experts: the storage that its options ask for."""
 
-# no postponed annotations here: fairseq reads the types of dataclass fields
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
-from ....config import GrowAt
-from ....config.options import above, as_flag, at_least, option
+from ....config.options import as_flag
 
 EXPERT_DTYPES = ("same", "bf16", "int8")
-
-
-@dataclass
-class LoRAOptions:
-    """Base of a model's dataclass."""
-
-    moe_lora_rank: int = option(
-        0,
-        "> 0: train only low-rank updates of this rank of the experts' weights (LoRA), as with "
-        "--finetune-from-model",
-        at_least(0),
-        group="size",
-    )
-    moe_lora_alpha: float = option(
-        16.0,
-        "with --moe-lora-rank: factor of the updates, divided by the rank",
-        above(0),
-        group="size",
-    )
-
-
-def refuse_growth_of_updates(growth: Optional[GrowAt], rank: int) -> None:
-    """Raise ValueError for a run that grows and trains low-rank updates (LoRA)."""
-    if growth is not None and rank:
-        raise ValueError(
-            f"--moe-grow-at {growth} and --moe-lora-rank {rank}, which freezes experts: give one "
-            "of them"
-        )
 
 
 def expert_storage(args: Any) -> str:
@@ -43,19 +12,13 @@ def expert_storage(args: Any) -> str:
     dtype = str(getattr(args, "moe_expert_dtype", "same"))
     mapped = getattr(args, "moe_map_experts", False)
     if dtype != "same" and mapped:
-        raise ValueError(
-            f"--moe-expert-dtype {dtype} converts what --moe-map-experts leaves in files: give one"
-        )
+        raise ValueError(f"--moe-expert-dtype {dtype} or --moe-map-experts: give one of them")
     if mapped and getattr(args, "moe_lora_rank", 0):
-        raise ValueError(
-            "--moe-map-experts reads no set with LoRA: merge it first (python -m "
-            "fairseq_tutel.checkpoint merge-lora)"
-        )
+        merge = "python -m fairseq_tutel.checkpoint merge-lora"
+        raise ValueError(f"--moe-map-experts reads no set with LoRA: merge it first ({merge})")
     storage = "mapped" if mapped else "stacked" if dtype == "same" else dtype
     if storage != "stacked" and str(args.moe_expert_placement) == "sliced":
-        raise ValueError(
-            f"experts that are held as {storage} are whole: drop --moe-expert-placement sliced"
-        )
+        raise ValueError(f"{storage} experts are whole: drop --moe-expert-placement sliced")
     return storage
 
 

@@ -1,10 +1,4 @@
-"""Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``.
-
-``fairseq-train --help`` ends before the options of an architecture or a criterion are known. The
-page (TABLE.md of this folder) has the same texts as tables.
-"""
-
-from __future__ import annotations
+"""Help of the options that this package adds to fairseq, for ``python -m fairseq_tutel``."""
 
 import dataclasses
 import enum
@@ -14,12 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
-from .command_line import (
-    ACCEPTED,
-    ACCEPTED_IN_EVALUATION,
-    REFUSED,
-    REFUSED_BY_LANGUAGE_MODELS,
-)
+from . import command_line
 
 # the options that matter most
 _FIRST = ("moe_expert_count", "moe_freq", "moe_top_k", "moe_capacity_factor", "moe_gate_loss_wt")
@@ -32,9 +21,9 @@ _TITLES = {
     "debugging": "Running, measuring and debugging",
 }
 _META_FLAGS = {
-    "accepted without effect": ACCEPTED | ACCEPTED_IN_EVALUATION,
-    "refused by language models": REFUSED_BY_LANGUAGE_MODELS,
-    "refused": REFUSED,
+    "accepted without effect": command_line.ACCEPTED | command_line.ACCEPTED_IN_EVALUATION,
+    "refused by language models": command_line.REFUSED_BY_LANGUAGE_MODELS,
+    "refused": command_line.REFUSED,
 }
 _DEFAULT = re.compile(r"(.*?)(?: \(default: (.*)\))?")
 _WORDS = {"None": "none", "False": "off"}

@@ -1,7 +1,6 @@
 """Options of every fairseq model with MoE layers, and the frozen value that they become.
 
-Names, defaults and meanings are those of fairseq's ``moe`` branch, so that its published commands
-run unchanged. Options that the branch lacks have new names. Help texts state different defaults.
+Names, defaults and meanings are those of fairseq's ``moe`` branch; help texts state other defaults.
 """
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
@@ -21,9 +20,9 @@ from ....config import (
     MoEConfig,
     OptionError,
 )
-from ....config.options import FRACTION, as_flag, at_least, check_ranges, option, with_flags
+from ....config.options import FRACTION, above, as_flag, at_least, check_ranges, option, with_flags
 from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
-from .held_experts import EXPERT_DTYPES, LoRAOptions, expert_storage, refuse_growth_of_updates
+from .held_experts import EXPERT_DTYPES, expert_storage
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +34,18 @@ _size, _routing, _communication, _debugging = (
 
 
 @dataclass
-class MoEOptions(
-    LoRAOptions, schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)
-):
+class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)):
     """Base of a model's dataclass: the layers' options, and those of a training run."""
 
+    moe_lora_rank: int = _size(
+        0,
+        "> 0: train only low-rank updates of this rank of the experts' weights (LoRA), as with "
+        "--finetune-from-model",
+        at_least(0),
+    )
+    moe_lora_alpha: float = _size(
+        16.0, "with --moe-lora-rank: factor of the updates, divided by the rank", above(0)
+    )
     moe_freq: int = _size(
         2,
         "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers",
@@ -51,8 +57,7 @@ class MoEOptions(
         at_least(0),
     )
     moe_grow_at: Optional[str] = _size(
-        None,
-        "UPDATE:E: continue with E experts after that update; needs the launcher",
+        None, "UPDATE:E: continue with E experts after that update; needs the launcher"
     )
     moe_growth_updates: int = _size(
         0,
@@ -147,33 +152,15 @@ class MoEOptions(
 
 
 @dataclass(frozen=True)
-class TunerOptions:
-    """Options of the exchange tuner."""
-
-    fields: tuple[str, ...]  # of ExchangeConfig, which the tuner chooses
-    steps: int
-    max_loss: float
-    file: Optional[str]
-
-
-@dataclass(frozen=True)
 class RunOptions:
     """All that a model's MoE layers are built from. :func:`run_options` makes it once per model."""
 
+    args: Any  # the model's options
     routing: MoEConfig
     exchange: ExchangeConfig
     experts: ExpertConfig
-    hidden_dim: Optional[int]  # of the experts; None: that of dense layers
     storage: str  # expert_storage of the layers
-    lora_rank: int  # 0: none
-    lora_alpha: float
-    placement: str
-    expert_parallel_size: int
-    simulate_world_size: int
-    backend: str
-    record_exchange_time: bool
-    skip_exchange: bool
-    tuner: Optional[TunerOptions]  # None: nothing is tuned
+    tuned: tuple[str, ...]  # fields of ExchangeConfig that the tuner chooses
 
 
 # options of fairseq's models
@@ -194,8 +181,7 @@ _UNSUPPORTED = (
 def moe_frequencies(args: Any) -> tuple[int, int]:
     """Return N for encoder and decoder: every N-th layer has experts; 0: no layer has.
 
-    N is the larger of the side's own option and ``--moe-freq``, as in Meta's branch ``moe``. An N
-    larger than the side's number of layers becomes 0. ``args`` may lack some of the options.
+    An N larger than the side's number of layers becomes 0. ``args`` may lack some of the options.
     """
     found = asked_frequencies(args)
     layers = [getattr(args, f"{side}_layers", None) for side in ("encoder", "decoder")]
@@ -206,7 +192,7 @@ def moe_frequencies(args: Any) -> tuple[int, int]:
 
 
 def asked_frequencies(args: Any) -> tuple[int, int]:
-    """Return N for encoder and decoder as the options state it, whatever the number of layers."""
+    """Return N for encoder and decoder: the larger of the side's own option and ``--moe-freq``."""
     sides = [getattr(args, f"{side}_moe_freq", None) or 0 for side in ("encoder", "decoder")]
     both = getattr(args, "moe_freq", 0)
     if both is None:  # not given; then a side's option may be
@@ -217,11 +203,8 @@ def asked_frequencies(args: Any) -> tuple[int, int]:
 def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> RunOptions:
     """Read the options of a model with MoE layers. Former names in ``args`` become present ones.
 
-    Args:
-        args: the model's options, or a namespace of parsed arguments.
-        config: dataclass of the model's options, for their ranges.
-        num_ranks: number of experts if ``--moe-expert-count`` is not given; None: unknown yet, so
-            that no option is too large for it.
+    ``config`` is the dataclass of the model's options. ``num_ranks`` is the number of experts if
+    ``--moe-expert-count`` is not given; None: unknown yet, so that no option is too large for it.
     """
     use_present_names(args)
     check_ranges(args, config)
@@ -232,31 +215,18 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
             "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "
             "--moe-expert-count states their number"
         )
-    refuse_growth_of_updates(GrowAt.of(args.moe_grow_at), args.moe_lora_rank)
+    growth, rank = GrowAt.of(args.moe_grow_at), args.moe_lora_rank
+    if growth is not None and rank:
+        raise ValueError(f"--moe-grow-at {growth} or --moe-lora-rank {rank}: give one of them")
     experts = ExpertConfig(**values_of(ExpertConfig, args))
     routing = moe_config(args, args.moe_expert_count or num_ranks or 2**31)
-    placement = str(args.moe_expert_placement)
-    if routing.local_drop and placement == "sliced":
+    if routing.local_drop and str(args.moe_expert_placement) == "sliced":
         raise ValueError(
             f"--moe-local-drop {routing.local_drop} leaves tokens on their rank, and "
             "--moe-expert-placement sliced has parts of experts there: give one of them"
         )
-    return RunOptions(
-        routing=routing,
-        exchange=exchange_config(args),
-        experts=experts,
-        hidden_dim=args.moe_expert_ffn_dim,
-        storage=expert_storage(args),
-        lora_rank=args.moe_lora_rank,
-        lora_alpha=args.moe_lora_alpha,
-        placement=placement,
-        expert_parallel_size=args.moe_expert_parallel_size,
-        simulate_world_size=args.moe_simulate_world_size,
-        backend=str(args.moe_backend),
-        record_exchange_time=args.record_a2a_perf_stats,
-        skip_exchange=args.dummy_a2a,
-        tuner=_tuner_options(args),
-    )
+    exchange, storage = exchange_config(args), expert_storage(args)
+    return RunOptions(args, routing, exchange, experts, storage, _tuned_fields(args))
 
 
 def _check_stock_options(args: Any) -> None:
@@ -300,9 +270,7 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
         values.setdefault("top_k", 1)  # the default of 2 is for two experts or more
     if args.moe_gating_use_model_dtype:
         if values.get("gating_fp32"):
-            raise ValueError(
-                "--moe-gating-use-fp32 and --moe-gating-use-model-dtype contradict each other"
-            )
+            raise ValueError("--moe-gating-use-fp32 contradicts --moe-gating-use-model-dtype")
         values["gating_fp32"] = False
     try:
         return MoEConfig(num_experts, **values)
@@ -313,9 +281,7 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
 def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
     """Translate Meta's options for K and the evaluation capacity into those of MoEConfig."""
     if top1_expert and values.setdefault("top_k", 1) != 1:
-        raise ValueError(
-            f"--moe-top1-expert and --moe-top-k {values['top_k']} contradict each other: give one"
-        )
+        raise ValueError(f"--moe-top1-expert contradicts --moe-top-k {values['top_k']}: give one")
     fraction = values.get("eval_capacity_token_fraction")
     if fraction is None:
         return
@@ -335,13 +301,12 @@ def exchange_config(args: Any) -> ExchangeConfig:
     placement, r = str(args.moe_expert_placement), values["r"]
     if placement == "sliced" and args.moe_expert_parallel_size:
         raise ValueError(
-            f"--moe-expert-parallel-size {args.moe_expert_parallel_size} makes groups of ranks "
-            "that hold whole experts, and --moe-expert-placement sliced cuts them: give one of them"
+            f"--moe-expert-parallel-size {args.moe_expert_parallel_size} is for whole experts, and "
+            "--moe-expert-placement sliced cuts them: give one of them"
         )
     if placement == "replicated" and r > 1:
         raise ValueError(
-            f"--moe-parallelism-r {r} is for slices, and --moe-expert-placement replicated has "
-            "none: give --moe-expert-placement sliced, or an r of 0 or 1"
+            f"--moe-parallelism-r {r} is for slices: give --moe-expert-placement sliced, or 0 or 1"
         )
     if values["balance_ranks"] and "auto" in (str(args.moe_exchange), str(args.moe_parallelism_r)):
         raise ValueError(
@@ -350,16 +315,14 @@ def exchange_config(args: Any) -> ExchangeConfig:
     return ExchangeConfig(**values)
 
 
-def _tuner_options(args: Any) -> Optional[TunerOptions]:
-    """Return None if nothing is tuned; raise ValueError for options that exclude tuning."""
+def _tuned_fields(args: Any) -> tuple[str, ...]:
+    """Return the fields of ExchangeConfig to tune; ValueError for options that exclude tuning."""
     fields = tuple(field for field, flag in TUNED.items() if str(getattr(args, flag)) == "auto")
     if not fields:
         if args.moe_tune_file is not None:
-            choices = " or ".join(as_flag(flag, "auto") for flag in TUNED.values())
-            raise ValueError(
-                f"--moe-tune-file {args.moe_tune_file}: nothing is tuned; give {choices}"
-            )
-        return None
+            choices = f"give {' or '.join(as_flag(flag, 'auto') for flag in TUNED.values())}"
+            raise ValueError(f"--moe-tune-file {args.moe_tune_file}: nothing is tuned: {choices}")
+        return ()
     autos = " and ".join(as_flag(TUNED[field], "auto") for field in fields)
     simulated = args.moe_simulate_world_size
     for flag, on in (
@@ -369,4 +332,4 @@ def _tuner_options(args: Any) -> Optional[TunerOptions]:
     ):
         if on:
             raise ValueError(f"{autos} cannot be combined with {flag}")
-    return TunerOptions(fields, args.moe_tune_steps, args.moe_tune_max_loss, args.moe_tune_file)
+    return fields

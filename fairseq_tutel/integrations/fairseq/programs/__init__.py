@@ -1,7 +1,5 @@
 """Changes to fairseq's programs for models with experts; the name of the running program."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -10,11 +8,7 @@ _PACKAGE = "fairseq_cli"
 
 
 def program() -> str | None:
-    """Return the name of the console script, such as ``fairseq-train``; None for other programs.
-
-    The program may also run as a module, as a file, or by
-    ``python -c "from fairseq_cli.train import ..."``.
-    """
+    """Return the name of the console script, such as ``fairseq-train``; None for other programs."""
     script = os.path.basename(sys.argv[0])
     if script.startswith("fairseq-"):
         return script

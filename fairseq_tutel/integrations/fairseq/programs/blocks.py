@@ -1,14 +1,9 @@
 """Evaluates every block of the data, or raises an error that names the option in the way.
 
-Stock fairseq leaves blocks out and reports the perplexity of the rest:
-
-- ``fairseq-eval-lm`` cuts the text into blocks of 1,024 tokens by default. It skips blocks that are
-  longer than the model's positions, with a line in the log.
-- Validation, ``fairseq-validate`` and ``fairseq-generate`` drop the last batch if its size is not a
-  multiple of ``--required-batch-size-multiple`` (default 8).
+Stock ``fairseq-eval-lm`` skips blocks that are longer than the model's positions. Validation,
+``fairseq-validate`` and ``fairseq-generate`` drop the last batch if its size is not a multiple of
+``--required-batch-size-multiple`` (default 8).
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Loads and runs fairseq's evaluation programs with sharded experts."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import logging
@@ -34,10 +32,7 @@ _LISTED = 10  # most checkpoints that an error lists
 
 
 def is_moe_checkpoint(path: str) -> bool:
-    """Return whether ``path`` names a sharded set or a file with expert parameters.
-
-    CheckpointError is raised for a damaged file, and for one that could run code.
-    """
+    """Return whether ``path`` names a sharded set or a file with expert parameters."""
     path = final_path(path)
     kind, file = find_checkpoint(path) or ("merged", path)
     if kind == "set":
@@ -65,7 +60,7 @@ def checkpoints_beside(path: str) -> str:
 def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     """Load a checkpoint like ``load_checkpoint_to_cpu``, with this rank's share of the experts.
 
-    ValueError is raised for an override that names no MoE option, which fairseq would ignore.
+    ValueError for an override that names no MoE option, which fairseq would ignore.
     """
     _check_overrides(arg_overrides, _options())
     # what these options were in the training run does not matter here
@@ -94,10 +89,10 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
 def with_options_of_today(
     state: dict[str, Any], path: str, arg_overrides: dict | None = None
 ) -> dict[str, Any]:
-    """Return a checkpoint's state with a config that this version of fairseq and this package read.
+    """Return a checkpoint's state with a config that this fairseq and this package read.
 
-    Checkpoints of Meta's branches name a dense architecture and MoE options; they get the name of
-    the architecture with experts. ``arg_overrides`` replace options.
+    Checkpoints of Meta's branches, which name a dense architecture and MoE options, get the name of
+    the architecture with experts.
     """
     arg_overrides = arg_overrides or {}
     check_complete(state, path)
@@ -109,8 +104,11 @@ def with_options_of_today(
             args.arch = name_with_experts(args.arch)
     if state.get("cfg") is not None:
         state["cfg"] = _as_config(state["cfg"])
-        model = state["cfg"].model
-        _drop_unknown(state["cfg"].task)
+        model, task = state["cfg"].model, state["cfg"].task
+        # newer versions of fairseq drop options that the task lacks by themselves
+        known = TASK_DATACLASS_REGISTRY.get(task.get("_name"))
+        for name in set(task) - set(known.__dataclass_fields__ if known else task):
+            del task[name]
         use_present_names(model)
         for name in set(arg_overrides) & _options() - set(model):
             # fairseq overwrites present options only, and older checkpoints lack newer ones
@@ -123,15 +121,7 @@ def with_options_of_today(
     return checkpoint_utils._upgrade_state_dict(state)
 
 
-def _drop_unknown(task: DictConfig) -> None:
-    """Drop options that the task lacks here, as newer versions of fairseq do by themselves."""
-    known = TASK_DATACLASS_REGISTRY.get(task.get("_name"))
-    for name in set(task) - set(known.__dataclass_fields__ if known else task):
-        del task[name]
-
-
 def _options() -> set[str]:
-    """Return the options of all models and criteria here."""
     return {
         *(name for row in ARCHITECTURES.values() for name in row.schema.__dataclass_fields__),
         *(name for row in CRITERIONS.values() for name in row.config.__dataclass_fields__),
@@ -139,10 +129,7 @@ def _options() -> set[str]:
 
 
 def _read_frequencies(model: DictConfig, names: Iterable[str]) -> None:
-    """Read which layers have experts off the names of a checkpoint's parameters.
-
-    Meta's branch ``nllb`` stores the options of each side, but does not follow them.
-    """
+    """Read which layers have experts off parameter names: ``nllb`` does not follow its options."""
     for side in ("encoder", "decoder"):
         found = re.compile(rf"{side}\.layers\.(\d+)\.moe_layer\.")
         numbers = [int(match[1]) for name in names if (match := found.match(name))]
@@ -152,9 +139,7 @@ def _read_frequencies(model: DictConfig, names: Iterable[str]) -> None:
 
 def _check_overrides(overrides: Any, options: set[str]) -> None:
     if overrides is not None and not isinstance(overrides, dict):
-        raise ValueError(
-            f"--model-overrides {overrides}: give options and values, as in {{'moe_top_k': 1}}"
-        )
+        raise ValueError(f"--model-overrides {overrides}: expected a dict, as {{'moe_top_k': 1}}")
     of_moe = {name for name in options if name.startswith("moe_")} | _WITHOUT_EFFECT
     for name in overrides or ():
         if name.startswith("moe_") and name not in of_moe:
@@ -180,9 +165,8 @@ def _as_config(saved: dict[str, Any]) -> DictConfig:
 def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     """Replace fairseq's ``eval_lm`` function for a model whose experts are spread over ranks.
 
-    Each rank scores its share of the data, and the scores are summed over all ranks; stock reports
-    those of rank 0 alone. Ranks run out of batches at different times. If they exchange tokens,
-    they agree before each batch on whether any rank has one left. A rank that has none takes part
+    The scores are summed over all ranks; stock reports those of rank 0 alone. Ranks that exchange
+    tokens agree before each batch on whether any rank has one left. A rank that has none takes part
     with a single token, because the others need its experts.
     """
     groups = [m.moe_groups for m in models if getattr(m, "moe_groups", None) is not None]
@@ -210,10 +194,7 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
 
 
 def _counted(batches: Iterable, scored: list[int], source_dictionary, options):
-    """Yield the batches, and append the number of scored tokens of each sentence to ``scored``.
-
-    ``eval_lm`` returns averages only.
-    """
+    """Yield the batches, and append the number of scored tokens of each sentence to ``scored``."""
     pad = (options.get("target_dictionary") or source_dictionary).pad()
     unscored = int(options.get("remove_bos_token", False))
     continued = torch.tensor([])

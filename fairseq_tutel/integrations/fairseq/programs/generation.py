@@ -1,11 +1,8 @@
 """Generation with experts: fairseq-generate, fairseq-interactive and ``from_pretrained``.
 
 Each process has all experts by default. ``--model-overrides "{'moe_expert_parallel_size': N}"``
-spreads them over N ranks of one job, for models that do not fit one device. Ranks decode different
-sentences in both cases; fairseq-generate shards its data by itself.
+spreads them over N ranks of one job. Ranks decode different sentences in both cases.
 """
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -30,10 +27,7 @@ _LARGE = 2**22
 
 
 def generate(original, cfg):
-    """Replace ``main`` of fairseq-generate, which connects no processes.
-
-    Ranks that share experts become one job.
-    """
+    """Replace ``main`` of fairseq-generate, so that ranks that share experts become one job."""
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
     if started(os.environ).world_size == 1 or not _spreads_experts(cfg.common_eval.model_overrides):
@@ -118,11 +112,7 @@ def _encode_line(dictionary, line, *args, **kwargs):
 
 
 def _limit_threads(models) -> None:
-    """Use one thread for small models, unless OMP_NUM_THREADS is set.
-
-    A step of generation has few tokens, so threads wait for each other longer than they work: 13 to
-    30 times longer if other programs use the cores (2 cores, model dimension 32).
-    """
+    """Use one thread for small models, unless OMP_NUM_THREADS is set: threads would mostly wait."""
     params = [param for model in models for param in model.parameters()]
     largest = max(param.shape[-2:].numel() for param in params)
     if "OMP_NUM_THREADS" not in os.environ and largest < _LARGE and torch.get_num_threads() > 1:

@@ -1,12 +1,9 @@
 """Makes one job of the processes that torchrun started.
 
 fairseq's ``infer_init_method`` does not read WORLD_SIZE if its own ``--distributed-world-size`` is
-1. That is the default of its evaluation programs, and of training without a GPU or with one visible
-GPU per process. Two such processes would train two models and write the same checkpoint, or score
-everything twice, and report success.
+1, the default without several visible GPUs. Two such processes would train two models and write the
+same checkpoint, or score everything twice, and report success.
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -27,11 +24,7 @@ _TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
-    """Fill in fairseq's distributed config from torchrun's variables.
-
-    The config stays as it is if it has an init method, as from ``python -m fairseq_tutel.launch``,
-    or if torchrun started at most one process.
-    """
+    """Fill in fairseq's distributed config from torchrun's variables if it has no init method."""
     distributed, place = cfg.distributed_training, started(env)
     if distributed.distributed_init_method is not None or place.world_size == 1:
         return
@@ -43,9 +36,8 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
     devices = torch.cuda.device_count()
     given = distributed.distributed_world_size
     if given not in (1, devices, place.world_size):
-        raise ValueError(
-            f"--distributed-world-size {given}, but {place.by} started {place.world_size} processes"
-        )
+        processes = f"{place.by} started {place.world_size} processes"
+        raise ValueError(f"--distributed-world-size {given}, but {processes}")
     distributed.distributed_init_method = "env://"
     distributed.distributed_world_size = place.world_size
     distributed.distributed_rank = place.rank
@@ -59,10 +51,9 @@ def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if this process is one of several that fairseq would run as separate jobs.
+    """Raise ValueError, with the command that works, for ranks that fairseq would run separately.
 
-    The error has the command that works. No option can repair the run; Hydra's programs, for
-    example, import the user dir too late.
+    No option can repair the run; Hydra's programs, for example, import the user dir too late.
     """
     place, (_, connected) = started(env), process_world()
     if place.world_size == 1 or connected > 1:
@@ -70,18 +61,13 @@ def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
     words = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     python = "" if place.by == "torchrun" else "python "
     raise ValueError(
-        f"{place.by} started {place.world_size} processes, which fairseq would run as "
-        f"{place.world_size} separate jobs; to run one job: {place.by} [its options] {python}"
-        f"-m fairseq_tutel.launch -- {words}"
+        f"fairseq would run the {place.world_size} processes of {place.by} as separate jobs; to "
+        f"run one job: {place.by} [its options] {python}-m fairseq_tutel.launch -- {words}"
     )
 
 
 def meet_in_time(cfg, main):
-    """Return ``main`` with a limit on the time that a rank waits for the others to connect.
-
-    Starters other than the launcher and torchrun may leave the other processes running if one fails
-    before it connects.
-    """
+    """Return ``main`` with a limit on the time that a rank waits for the others to connect."""
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return main

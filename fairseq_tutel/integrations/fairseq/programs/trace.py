@@ -1,11 +1,8 @@
 """Experts of every token in a file: ``--moe-trace FOLDER``; :mod:`fairseq_tutel.picture` reads it.
 
 Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then a line per forward
-pass, without padding. ``training/STEERING.md`` lists their entries. A run that resumes drops the
-lines of later updates, which it makes again.
+pass, without padding. ``training/STEERING.md`` lists their entries.
 """
-
-from __future__ import annotations
 
 import inspect
 import os
@@ -32,8 +29,7 @@ class RoutingTrace:
 
     Args:
         folder: of the files; all ranks may have the same.
-        model: fairseq model with ``moe_layers``.
-        task: has the dictionaries.
+        model, task: fairseq model with ``moe_layers``, and its task, which has the dictionaries.
         interval: in training, only every N-th update is written.
         modes: of training, if any, and of evaluation.
 
@@ -136,13 +132,9 @@ def trace_model(
 
 def trace_evaluation(model: Any, task: Any, options: Any) -> None:
     """Trace a model that a program has loaded for evaluation, if its options ask for it."""
-    if program() in ("fairseq-generate", "fairseq-interactive") and getattr(
-        options, "moe_trace", None
-    ):
-        raise ValueError(
-            f"moe_trace={options.moe_trace!r}: steps of generation are not traced; give it to "
-            "fairseq-eval-lm or fairseq-validate"
-        )
+    generates = program() in ("fairseq-generate", "fairseq-interactive")
+    if generates and getattr(options, "moe_trace", None):
+        raise ValueError("moe_trace is for fairseq-eval-lm and fairseq-validate")
     trace_model(model, task, options, ["eval"])
 
 

@@ -1,10 +1,7 @@
 """Makes ``fairseq-validate`` work with experts on several ranks, which share the data.
 
-Stock skips the forward pass on a rank that lacks a last batch, but the other ranks wait for its
-experts. Stock also collects logging outputs in a buffer of fixed size on a GPU.
+Stock skips the pass of a rank without a last batch, but the other ranks wait for its experts.
 """
-
-from __future__ import annotations
 
 import base64
 import pickle
@@ -28,24 +25,17 @@ def share_validation(task) -> None:
         if sample:
             return kind.valid_step(task, sample, model, criterion)
         leave_out_next(model)
-        kind.valid_step(task, _any_sample(task, model), model, criterion)
+        dataset, device = list(task.datasets.values())[-1], next(model.parameters()).device
+        any_sample = dataset.collater([dataset[0]])
+        any_sample = apply_to_sample(lambda tensor: tensor.to(device), any_sample)
+        kind.valid_step(task, any_sample, model, criterion)
         return 0.0, 0, {}
 
     task.valid_step = valid_step
 
 
-def _any_sample(task, model) -> dict[str, Any]:
-    """Return a batch of one example of the validation data on the model's device."""
-    dataset = list(task.datasets.values())[-1]
-    device = next(model.parameters()).device
-    return apply_to_sample(lambda tensor: tensor.to(device), dataset.collater([dataset[0]]))
-
-
 def all_gather_list(original, data, *args, **kwargs):
-    """Replace fairseq's function in ``fairseq-validate``: gather one logging output per rank.
-
-    Each is the sum over the rank's batches; counts of routing keep a row per pass.
-    """
+    """Replace fairseq's function in ``fairseq-validate``: gather the sum of each rank's outputs."""
     if program() != "fairseq-validate":
         return original(data, *args, **kwargs)
     logs = [log for log in data if log]

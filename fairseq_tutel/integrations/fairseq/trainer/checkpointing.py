@@ -1,10 +1,4 @@
-"""Save and restore a training run with experts on several ranks.
-
-A checkpoint is a set of files in the layout of fairseq's ``moe`` branch, written in one step
-(:mod:`fairseq_tutel.checkpoint`). :mod:`.sets` says when, and under which names.
-"""
-
-from __future__ import annotations
+"""Save and restore a training run with experts on several ranks; :mod:`.sets` says when."""
 
 import contextlib
 import logging
@@ -15,18 +9,10 @@ import time
 from fairseq import checkpoint_utils, utils
 from fairseq.logging import meters, metrics
 
+from .... import training
 from ....checkpoint import check_complete, final_path
 from ....checkpoint.state import options_of
 from ....distributed import process_world
-from ....training import (
-    StateNames,
-    checkpoint_exists,
-    load_state,
-    load_weights,
-    own_optimizer_state,
-    save_state,
-    whole_optimizer_state,
-)
 from .sets import progress
 from .update_size import other_update_size
 
@@ -56,10 +42,10 @@ class CheckpointMixin:
         """True: every rank holds experts."""
         return True
 
-    def _state_names(self) -> StateNames:
+    def _state_names(self) -> training.StateNames:
         halves = getattr(self.optimizer, "fp16_params", ())
         copies = getattr(self.optimizer, "fp32_params", ())
-        return StateNames(
+        return training.StateNames(
             self.optimizer.params,
             {"": self._model, "criterion.": self._criterion},
             zip(halves, copies, strict=True),  # mixed precision: in the order of the originals
@@ -71,22 +57,19 @@ class CheckpointMixin:
         self.consolidate_optimizer()  # prepares what the stock method reads
         state = super().state_dict()
         if state.get("last_optimizer_state") is not None:
-            whole = whole_optimizer_state(
+            whole = training.whole_optimizer_state(
                 self.optimizer.optimizer, state["last_optimizer_state"], "saving the optimizer"
             )
             state["last_optimizer_state"] = self._state_names().to_named(whole)
         return {**state, **self.growth.state()}
 
     def save_checkpoint(self, filename, extra_state):
-        """Write a set under ``filename`` (X.pt). Collective.
-
-        fairseq's trainer saves crash.pt after an exception. All ranks see non-finite gradients at
-        once. Any other exception is this rank's alone, and the state is not saved.
-        """
+        """Write a set under ``filename`` (X.pt). Collective."""
         if self._model.moe_groups.simulated:
             logger.warning("not saving %s: a simulated rank holds a part of the experts", filename)
             return None
         rank, world_size = process_world()
+        # stock saves crash.pt after an exception; all ranks see only non-finite gradients at once
         alone = not isinstance(sys.exc_info()[1], (FloatingPointError, type(None)))
         if world_size > 1 and alone:
             logger.error("not saving %s: rank %d failed, others may not take part", filename, rank)
@@ -95,7 +78,7 @@ class CheckpointMixin:
         logger.info("Saving checkpoint set %s", os.path.abspath(path))
         state = self.state_dict()
         state["extra_state"] = {**state["extra_state"], **extra_state}
-        save_state(path, state, self._model.moe_groups)
+        training.save_state(path, state, self._model.moe_groups)
         self.exchange_log.save()
         return os.path.abspath(path)
 
@@ -114,23 +97,19 @@ class CheckpointMixin:
         optimizer_overrides=None,
         reset_meters=False,
     ):
-        """Restore from a set or merged file, saved by any number of ranks.
-
-        Return fairseq's extra state; None if there is nothing to restore, and in a simulation.
-        """
+        """Restore a set or merged file; return fairseq's extra state, None if there is none."""
         path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
         if self._model.moe_groups.simulated:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
             return None
-        if not checkpoint_exists(path):
-            if self.cfg.checkpoint.restore_file != "checkpoint_last.pt":
-                raise FileNotFoundError(
-                    f"--restore-file {self.cfg.checkpoint.restore_file}: neither {path} nor "
-                    f"{filename} exists"
-                )
+        if not training.checkpoint_exists(path):
+            given = self.cfg.checkpoint.restore_file
+            if given != "checkpoint_last.pt":
+                both = f"neither {path} nor {filename} exists"
+                raise FileNotFoundError(f"--restore-file {given}: {both}")
             logger.info("No existing checkpoint found %s", path)
             return None
-        state = load_state(
+        state = training.load_state(
             path,
             self._model.moe_groups,
             with_optimizer=not reset_optimizer,
@@ -169,8 +148,7 @@ class CheckpointMixin:
     def _convert_position(self, state):
         """Count the position in the data in steps of this run; warn of another update size.
 
-        One step of W ranks consumes W batches of a fixed order. If the numbers of ranks do not
-        divide, the rest is seen again rather than skipped.
+        A step of W ranks consumes W batches. What does not divide is seen again, not skipped.
         """
         _, world_size = process_world()
         saved_by = (state["moe_checkpoint"] or {}).get("world_size") or world_size
@@ -206,9 +184,9 @@ class CheckpointMixin:
         if "num_updates" in state["optimizer_history"][-1]:
             self.model.set_num_updates(state["optimizer_history"][-1]["num_updates"])
         # popped to free the memory before the optimizer's state is read
-        load_weights(self.model, state.pop("model"), path, model_cfg=self.cfg.model)
+        training.load_weights(self.model, state.pop("model"), path, model_cfg=self.cfg.model)
         if utils.has_parameters(self.get_criterion()):
-            load_weights(self.get_criterion(), state["criterion"], path)
+            training.load_weights(self.get_criterion(), state["criterion"], path)
 
     def _load_optimizer(self, optimizer_state, last, reset_lr_scheduler, overrides):
         self._build_optimizer()  # anew: it may have copied the parameters
@@ -227,7 +205,7 @@ class CheckpointMixin:
             self.lr_scheduler.load_state_dict(last["lr_scheduler_state"])
         names = self._state_names()
         whole = names.from_named(optimizer_state, self.optimizer.state_dict())
-        own = own_optimizer_state(self.optimizer.optimizer, whole)
+        own = training.own_optimizer_state(self.optimizer.optimizer, whole)
         self.optimizer.load_state_dict(own, overrides)
         names.restore_masters(optimizer_state)
         self.set_num_updates(last["num_updates"])

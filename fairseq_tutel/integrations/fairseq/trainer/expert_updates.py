@@ -1,10 +1,8 @@
 """Experts that are updated in the backward pass: ``--moe-update-in-backward``.
 
-fairseq divides gradients by the sample size of all ranks after the backward pass. Here a hook of
-the criterion sums the sample size over the ranks before the backward pass (a small all-reduce).
+fairseq divides gradients by the sample size of all ranks after the backward pass. Here it is summed
+before the backward pass (a small all-reduce).
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -37,15 +35,7 @@ def refuse_update_in_backward(cfg: Any) -> None:
 
 
 class ExpertUpdates:
-    """Updates of a trainer's experts in the backward pass.
-
-    Args:
-        model: fairseq model with experts.
-        criterion: a hook on it sees the sample size.
-        normalization: ``--moe-normalize-expert-grad``.
-
-    ``is_filler`` says that the next batch is a dummy, which has no sample size.
-    """
+    """Updates of a trainer's experts in the backward pass; ``is_filler``: next comes a dummy."""
 
     def __init__(self, model: nn.Module, criterion: nn.Module, normalization: str):
         self._model, self._normalization = model, normalization
@@ -56,9 +46,7 @@ class ExpertUpdates:
     def attach(self, optimizer: Any, name: str) -> None:
         """Take an optimizer of fairseq in place of the former one; ``name``: ``--optimizer``."""
         if isinstance(optimizer.optimizer, CompositeOptimizer) or name == "lamb":
-            raise ValueError(
-                f"--moe-update-in-backward steps one tensor: use adam, nag or sgd, not {name}"
-            )
+            raise ValueError(f"--moe-update-in-backward needs adam, nag or sgd, not {name}")
         self.detach()
         self._is_efficient = isinstance(optimizer, MemoryEfficientFP16Optimizer)
         self._updates = update_in_backward(self._model, optimizer.optimizer, self._normalization)
@@ -79,9 +67,7 @@ class ExpertUpdates:
         self._updates.factor = world_size / (size or 1.0)
 
     def sq_norm(self) -> torch.Tensor:
-        """Return the squared norm of the experts' gradients of this update. Collective.
-
-        With ``--memory-efficient-bf16`` fairseq divides norms by the sample size later.
-        """
+        """Return the squared norm of the experts' gradients of this update. Collective."""
+        # with --memory-efficient-bf16 fairseq divides norms by the sample size later
         factor = 1.0 if self._is_efficient else self._updates.factor
         return self._updates.take_sq_norm() * factor**2

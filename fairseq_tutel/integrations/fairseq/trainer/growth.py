@@ -1,13 +1,9 @@
 """``--moe-grow-at``: a run gets more experts, and keeps the history of its set.
 
-After the update the run saves its last checkpoint. Rank 0 replaces it by the grown set in one step
-(:mod:`fairseq_tutel.checkpoint.growth`). All ranks leave with an exit code that makes the launcher
-restart them with the same command, and :func:`follow_set` builds the model for the set that is
-found. If the run is killed before the grown set exists, it starts from the old one and grows at
-once.
+After the update the run saves its last checkpoint. Rank 0 replaces it by the grown set in one step.
+All ranks leave with an exit code that makes the launcher restart them, and :func:`follow_set`
+builds the model for the set that is found. A run that was killed before grows at once.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -23,7 +19,7 @@ from ....checkpoint.growth import Growth, grow, held_back, history_of, why_inexa
 from ....checkpoint.state import GROWTH, options_of
 from ....command_line import RESTARTS
 from ....config import GrowAt, exchange_size
-from ....distributed import ExpertParallelGroups, possible_r, slice_size
+from ....distributed import possible_r, slice_size
 from ....moe.memory import StepMemory
 from ....moe.model import moe_layers
 from ....training import all_ranks
@@ -49,10 +45,7 @@ class RunGrowth:
         return self._model.moe_groups.num_experts < self.grow_at.num_experts
 
     def check_memory(self, memory_of_step: Callable[[int], StepMemory | None]) -> None:
-        """Raise ValueError before the first update if a step of the grown model needs more memory.
-
-        ``memory_of_step``: number of experts -> memory, as ``MoETrainer.memory_of_step``.
-        """
+        """Raise ValueError before the first update if the grown model needs too much memory."""
         if self._memory_checked or self.grow_at is None:
             return
         self._memory_checked = True
@@ -75,10 +68,7 @@ class RunGrowth:
         return {GROWTH: [entry.stored() for entry in self.history]} if self.history else {}
 
     def resume(self, state: Mapping[str, Any], update: int) -> None:
-        """Take the history of a checkpoint after ``update`` updates.
-
-        A ramp starts again if the run counts its updates anew.
-        """
+        """Take a checkpoint's history; a ramp starts again if the run counts its updates anew."""
         self.history = [
             entry if entry.update <= update else replace(entry, update=update)
             for entry in history_of(state)
@@ -95,10 +85,7 @@ class RunGrowth:
 
 
 def follow_set(cfg: Any) -> None:
-    """Let a run with ``--moe-grow-at`` build its model for the set that it goes on from.
-
-    Called before there is a model or a process group.
-    """
+    """Let a run with ``--moe-grow-at`` build its model for the set that it goes on from."""
     grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
     if grow_at is None:
         return
@@ -125,9 +112,7 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
     if cfg.checkpoint.no_save or groups.simulated:
         raise ValueError(f"{flag} goes on from a checkpoint, but this run saves none")
     if cfg.model.moe_tune_file is not None:
-        raise ValueError(
-            f"{flag} changes the sizes that the choices of --moe-tune-file are for: leave out one"
-        )
+        raise ValueError(f"{flag} changes the sizes that --moe-tune-file is for: leave out one")
     if os.environ.get(RESTARTS) != "1":
         raise ValueError(
             f"{flag} needs a launcher that restarts the ranks: python -m fairseq_tutel.launch -- "
@@ -145,23 +130,15 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
         if reason := why_inexact(options_of({"cfg": {"model": cfg.model}})):
             raise ValueError(f"{flag}: {reason}: leave out --moe-growth-updates, or use K > 1")
         if any(layer.config.load_bias == "none" for layer in model.moe_layers.values()):
-            raise ValueError(
-                f"{flag} holds new experts back by the load bias: give --moe-load-bias quantile"
-            )
+            raise ValueError(f"{flag} needs a load bias: give --moe-load-bias quantile")
 
 
 def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None:
     """Raise ValueError if that many experts cannot be placed as the options say."""
     groups = model.moe_groups
     size = exchange_size(num_experts, groups.world_size, cfg.model.moe_expert_parallel_size)
-    grown = ExpertParallelGroups(
-        num_experts,
-        rank=groups.rank,
-        world_size=groups.world_size,
-        ep_size=size,
-        num_replicas=groups.world_size // size,
-        placement=groups.placement,
-    )
+    replicas = groups.world_size // size
+    grown = replace(groups, num_experts=num_experts, ep_size=size, num_replicas=replicas)
     r, possible = str(cfg.model.moe_parallelism_r), possible_r(grown)
     if r != "auto" and int(r) not in possible:
         raise ValueError(

@@ -1,14 +1,8 @@
 """Memory estimate of a run before it trains, and a clear error when memory runs out.
 
-When training begins, the log of rank 0 says what a step needs at its peak, by kind, and what is
-free (``MoETrainer.memory_of_step``). An out-of-memory error names the largest consumers, and the
-options that help and are not on yet, in one line.
-
 The planner counts the need. It imports this package, so ``register`` passes its function in
 (:func:`count_memory_by`).
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging
@@ -41,12 +35,9 @@ class MemoryMixin:
     """Memory methods of :class:`~.trainer.MoETrainer`."""
 
     def memory_of_step(self, num_experts: int | None = None) -> StepMemory | None:
-        """Estimate what a training step of this rank needs at its peak, with full batches.
+        """Estimate what a training step needs at its peak; None if the planner cannot.
 
-        Args:
-            num_experts: estimate for this number of experts instead, weights included.
-
-        Return None if the planner does not know the model, task or optimizer.
+        ``num_experts``: with so many experts instead, weights included.
         """
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model
@@ -107,7 +98,6 @@ class MemoryMixin:
         return kinds
 
     def _what_helps(self) -> list[str]:
-        """Return options that reduce memory and are not on yet."""
         model, sharding = self.cfg.model, self.cfg.distributed_training.zero_sharding
         sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
         checkpoints = getattr(model, "checkpoint_activations", False)

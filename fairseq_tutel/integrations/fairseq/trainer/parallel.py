@@ -1,12 +1,9 @@
 """Experts in fairseq's data-parallel wrappers and optimizers.
 
-Both wrappers are used as they are. ``legacy_ddp`` skips parameters that are marked as experts.
-``pytorch_ddp`` gets them as parameters to ignore, in the initial broadcast too. After either has
-reduced the dense gradients, expert gradients follow one rule (:mod:`fairseq_tutel.training`).
-Optimizers must fit slices of experts, and can be sharded (``--zero-sharding os``).
+``legacy_ddp`` skips parameters that are marked as experts, ``pytorch_ddp`` gets them as parameters
+to ignore. After either has reduced the dense gradients, expert gradients follow one rule
+(:mod:`fairseq_tutel.training`).
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
@@ -28,10 +25,7 @@ PYTORCH_BACKENDS = ("pytorch_ddp", "c10d")
 
 
 class MoEDistributedModel(ModuleProxyWrapper):
-    """Wrapper of a model (``moe_groups``) for training on several ranks.
-
-    ``normalization`` is ``--moe-normalize-expert-grad``.
-    """
+    """Wrapper of a model (``moe_groups``) for training on several ranks."""
 
     def __init__(self, dist_cfg, model, process_group, device: torch.device, normalization: str):
         model = model.to(device)
@@ -64,10 +58,7 @@ def trains_dense(params: Iterable[torch.nn.Parameter]) -> bool:
 
 
 def clip_experts_alone(optimizer: FairseqOptimizer) -> None:
-    """Let an optimizer that steps experts alone clip by the norm that the trainer aggregates.
-
-    fairseq takes the norm for zero, and clips nothing, if no dense parameter has a gradient.
-    """
+    """Let an optimizer clip by the trainer's norm: without dense gradients fairseq takes zero."""
     inner: Any = optimizer
     for name in ("fp32_optimizer", "wrapped_optimizer"):  # of --fp16 and --bf16
         inner = getattr(inner, name, inner)
@@ -96,10 +87,7 @@ def _pytorch_ddp(dist_cfg, model, process_group, device):
 
 
 def fit_to_slices(optimizer: FairseqOptimizer, name: str, groups: ExpertParallelGroups) -> None:
-    """Make an optimizer (``name``: ``--optimizer``) step slices of experts as whole experts.
-
-    ValueError is raised if it needs all weights of a tensor for the update of one.
-    """
+    """Make an optimizer step slices of experts as whole experts; ValueError if it cannot."""
     if groups.num_slices == 1:
         return
     inner = optimizer.optimizer
@@ -129,10 +117,7 @@ def _steps_each_weight(optimizer: FairseqOptimizer) -> bool:
 def shard_states(optimizer: FairseqOptimizer, name: str) -> None:
     """Keep the state of each dense parameter on one rank (``--zero-sharding os``)."""
     if isinstance(optimizer.optimizer, CompositeOptimizer) or not _steps_each_weight(optimizer):
-        raise ValueError(
-            f"--zero-sharding os needs an optimizer that updates each weight separately, not "
-            f"{name}: use adam, nag or sgd, or drop it"
-        )
+        raise ValueError(f"--zero-sharding os needs --optimizer adam, nag or sgd, not {name}")
     shard_optimizer(optimizer.optimizer)
 
 

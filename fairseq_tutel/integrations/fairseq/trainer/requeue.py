@@ -1,12 +1,9 @@
 """Stop on SIGUSR1: finish the update, save, exit with a code that asks for "requeue".
 
-Batch systems announce the end of a job's time by a signal (``#SBATCH --signal=USR1@300``). The exit
-code asks whoever started the job to queue it again; the run resumes where it stopped. Validation,
-checkpoints and the end of an epoch or run that are due after the update come first, so that an
-interrupted run does what an uninterrupted one does. A run that is complete ends as usual.
+Batch systems announce the end of a job's time by a signal (``#SBATCH --signal=USR1@300``).
+Validation, checkpoints and the end of an epoch or run that are due after the update come first, so
+that an interrupted run does what an uninterrupted one does.
 """
-
-from __future__ import annotations
 
 import atexit
 import logging
@@ -20,11 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequeueRequest:
-    """Record of SIGUSR1; the process goes on until the request is read.
-
-    A signal that the launcher has held back while the process was starting arrives now
-    (launch/supervise.py).
-    """
+    """Record of SIGUSR1, also of one that the launcher held back while the process was starting."""
 
     def __init__(self):
         self._seen = False
@@ -69,8 +62,7 @@ def leave(path: str, grown: bool = False) -> None:
 def validate_and_save(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
     """Run ``fairseq_cli.train.validate_and_save``, which follows each update, then leave if asked.
 
-    A run that ends anyway does not leave. At the end of an epoch the trainer leaves when the next
-    epoch begins, because fairseq has work to do between two epochs.
+    At the end of an epoch the trainer leaves when the next one begins: fairseq has work to do.
     """
     valid_losses, should_stop = original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
     request = getattr(trainer, "requeue", None)  # of an MoETrainer

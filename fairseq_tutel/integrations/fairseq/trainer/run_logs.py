@@ -1,14 +1,8 @@
 """Log files of a run beside its checkpoints: one JSON object per line, with its update.
 
-``expert_load.jsonl`` (``--moe-load-log-interval``) sums the updates since the line before.
-``exchange.jsonl`` has a line for each trial and decision of the tuner. ``exchange.json``, written
-with every checkpoint, is what ``--moe-tune-file`` reads. WATCHING.md lists the entries.
-
-A run that resumes drops the lines of later updates, which it makes again. The files then equal
-those of a run that was never interrupted.
+WATCHING.md lists files and entries. A run that resumes drops the lines of later updates, which it
+makes again: the files equal those of a run that was never interrupted.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -26,10 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertLoadLog:
-    """The file ``expert_load.jsonl`` of one run, with a line every ``interval`` updates (0: none).
-
-    All ranks count, and the one that ``writes`` writes.
-    """
+    """The file ``expert_load.jsonl`` of one run: a line every ``interval`` updates, 0: none."""
 
     def __init__(self, folder: str, layers: Sequence[int], interval: int, writes: bool):
         self._path = os.path.join(folder, "expert_load.jsonl")
@@ -67,10 +58,7 @@ class ExpertLoadLog:
         return {name: each.tolist() for name, each in self._sum.items()} or None
 
     def resume(self, state: dict | list | None, update: int, *, rewrite: bool = True) -> None:
-        """Go on from a checkpoint that was saved after an update.
-
-        ``rewrite``: drop lines of later updates; False if the file may be another run's.
-        """
+        """Go on from a checkpoint; ``rewrite``: drop lines of later updates than this one."""
         known = state if isinstance(state, dict) else {}  # older checkpoints have a list
         self._sum = {name: torch.tensor(each) for name, each in known.items()}
         if self._interval and self._writes and rewrite:

@@ -1,11 +1,4 @@
-"""Sets that a run starts from, writes and removes, by fairseq's options for single files.
-
-Stock looks for ``checkpoint_last`` to tell a restart from a first launch, to which
-``--finetune-from-model`` and ``--continue-once`` apply. A set can exist without that file: after an
-interrupted save that was committed, or as a merged file.
-"""
-
-from __future__ import annotations
+"""Sets that a run starts from, writes and removes, by fairseq's options for single files."""
 
 import contextlib
 import json
@@ -19,15 +12,7 @@ import numpy as np
 from fairseq.data import data_utils
 from omegaconf import open_dict
 
-from ....checkpoint import (
-    check_shared_directory,
-    copy_set,
-    find_checkpoint,
-    find_sets,
-    recover_directory,
-    remove_set,
-    set_exists,
-)
+from .... import checkpoint
 from ....distributed import gather_texts, process_world
 from ....training import all_ranks
 
@@ -38,18 +23,18 @@ logger = logging.getLogger(__name__)
 def start_of_run(checkpoint_cfg) -> Iterator[None]:
     """Prepare for stock ``load_checkpoint`` with fairseq's ``checkpoint`` config. Collective.
 
-    Within the context, options for a first launch are gone if there is a set to go on from, and
-    ``--finetune-from-model`` may name a set. Ranks that do not share the save dir raise an error.
+    Within the context, options for a first launch are gone if there is a set to go on from (stock
+    looks for one file), and ``--finetune-from-model`` may name a set.
     """
     if not checkpoint_cfg.no_save:  # otherwise the folder may be another run's
         if process_world()[1] > 1:
-            check_shared_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
-        recover_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
+            checkpoint.check_shared_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
+        checkpoint.recover_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
     source, values = checkpoint_cfg.get("finetune_from_model"), {}
     last = os.path.join(checkpoint_cfg.save_dir, "checkpoint_last.pt")
-    if checkpoint_cfg.restore_file == "checkpoint_last.pt" and set_exists(last):
+    if checkpoint_cfg.restore_file == "checkpoint_last.pt" and checkpoint.set_exists(last):
         values = {"finetune_from_model": None, "continue_once": None}
-    elif source is not None and (found := find_checkpoint(source)) is not None:
+    elif source is not None and (found := checkpoint.find_checkpoint(source)) is not None:
         values = {"finetune_from_model": found[1]}
     with changed(checkpoint_cfg, values):
         yield
@@ -72,8 +57,7 @@ def changed(section, values):
 def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
     """Save the sets that are due, as fairseq's ``save_checkpoint`` does for files. Collective.
 
-    ``val_loss`` is the validation metric of now or None, ``best_so_far`` the best one including it.
-    Return the path of the first set that was written; None if none was due.
+    ``best_so_far`` includes ``val_loss``. Return the path of the first set, None if none was due.
     """
     begin = time.perf_counter()
     names = _of_first_rank(_due_names(cfg, trainer, epoch_itr, val_loss, best_so_far))
@@ -83,14 +67,14 @@ def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
     first, *others = (os.path.join(cfg.save_dir, name) for name in names)
     trainer.save_checkpoint(first, extra_state)
     for path in others:
-        copy_set(first, path, ranks=all_ranks())
+        checkpoint.copy_set(first, path, ranks=all_ranks())
     logger.info(
         "Saved checkpoint %s (epoch %d @ %d updates, score %s) (writing took %.1f seconds)",
         *(first, epoch_itr.epoch, trainer.get_num_updates(), val_loss),
         time.perf_counter() - begin,
     )
     for path in _of_first_rank(_superfluous(cfg, epoch_itr)):
-        remove_set(path, ranks=all_ranks())
+        checkpoint.remove_set(path, ranks=all_ranks())
     return first
 
 
@@ -128,7 +112,7 @@ def _best_pattern(cfg) -> str:
 
 
 def _among_best(cfg, val_loss) -> bool:
-    kept = find_sets(cfg.save_dir, _best_pattern(cfg)).values()
+    kept = checkpoint.find_sets(cfg.save_dir, _best_pattern(cfg)).values()
     better, worst = (ge, min) if cfg.maximize_best_checkpoint_metric else (le, max)
     return len(kept) < cfg.keep_best_checkpoints or better(val_loss, worst(kept))
 
@@ -137,14 +121,15 @@ def _superfluous(cfg, epoch_itr) -> list[str]:
     """Return sets that the ``--keep-*`` options no longer want."""
     old: list[str] = []
     if not epoch_itr.end_of_epoch() and cfg.keep_interval_updates > 0:
-        saved = find_sets(cfg.save_dir, r"checkpoint_\d+_(\d+)\.pt")
+        saved = checkpoint.find_sets(cfg.save_dir, r"checkpoint_\d+_(\d+)\.pt")
         step = cfg.keep_interval_updates_pattern
         paths = [path for path, update in saved.items() if step == -1 or update % step != 0]
         old += paths[cfg.keep_interval_updates :]
     if cfg.keep_last_epochs > 0:
-        old += list(find_sets(cfg.save_dir, r"checkpoint(\d+)\.pt"))[cfg.keep_last_epochs :]
+        epochs = checkpoint.find_sets(cfg.save_dir, r"checkpoint(\d+)\.pt")
+        old += list(epochs)[cfg.keep_last_epochs :]
     if cfg.keep_best_checkpoints > 0:
-        best_first = list(find_sets(cfg.save_dir, _best_pattern(cfg)))
+        best_first = list(checkpoint.find_sets(cfg.save_dir, _best_pattern(cfg)))
         if not cfg.maximize_best_checkpoint_metric:
             best_first.reverse()
         old += best_first[cfg.keep_best_checkpoints :]

@@ -1,7 +1,5 @@
 """fairseq's Trainer for a model with experts: it overrides what stock gets wrong for experts."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 
@@ -17,19 +15,11 @@ from ..options.held_experts import refuse_in_training
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from ..programs.trace import trace_model
+from . import parallel
 from .checkpointing import CheckpointMixin
 from .expert_updates import ExpertUpdates, refuse_update_in_backward
 from .growth import RunGrowth
 from .memory import MemoryMixin
-from .parallel import (
-    LEGACY_BACKENDS,
-    PYTORCH_BACKENDS,
-    MoEDistributedModel,
-    clip_experts_alone,
-    fit_to_slices,
-    shard_states,
-    trains_dense,
-)
 from .requeue import RequeueRequest, leave
 from .run_logs import ExchangeLog, ExpertLoadLog
 from .sets import changed
@@ -59,17 +49,11 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             how = str(cfg.model.moe_normalize_expert_grad)
             self.expert_updates = ExpertUpdates(model, criterion, how)
         logger.info(_parameters(model))
-        self.expert_load = ExpertLoadLog(
-            cfg.checkpoint.save_dir,
-            list(model.moe_layers),
-            cfg.model.moe_load_log_interval,
-            writes=self.is_data_parallel_master,
-        )
-        self.exchange_log = ExchangeLog(
-            getattr(model, "exchange_tuner", None),  # a user's model may have none
-            cfg.checkpoint.save_dir,
-            writes=self.is_data_parallel_master,
-        )
+        folder, writes = cfg.checkpoint.save_dir, self.is_data_parallel_master
+        interval = cfg.model.moe_load_log_interval
+        self.expert_load = ExpertLoadLog(folder, list(model.moe_layers), interval, writes)
+        tuner = getattr(model, "exchange_tuner", None)  # a user's model may have none
+        self.exchange_log = ExchangeLog(tuner, folder, writes)
         self.trace = trace_model(model, task, cfg.model)
         self.requeue = RequeueRequest()
         self.growth = RunGrowth(cfg, model)
@@ -84,7 +68,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         if not self.use_distributed_wrapper:
             return self._model
         if self._wrapped_model is None:
-            self._wrapped_model = MoEDistributedModel(
+            self._wrapped_model = parallel.MoEDistributedModel(
                 self.cfg.distributed_training,
                 self._model,
                 self.data_parallel_process_group,
@@ -97,11 +81,11 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         dist_cfg, name = self.cfg.distributed_training, self.cfg.optimizer._name
         with changed(dist_cfg, {"zero_sharding": "none"}):  # stock's is fairscale's
             super()._build_optimizer()
-        fit_to_slices(self._optimizer, name, self._model.moe_groups)
-        if not trains_dense([*self._model.parameters(), *self._criterion.parameters()]):
-            clip_experts_alone(self._optimizer)
+        parallel.fit_to_slices(self._optimizer, name, self._model.moe_groups)
+        if not parallel.trains_dense([*self._model.parameters(), *self._criterion.parameters()]):
+            parallel.clip_experts_alone(self._optimizer)
         if dist_cfg.zero_sharding == "os":
-            shard_states(self._optimizer, name)
+            parallel.shard_states(self._optimizer, name)
         if self.expert_updates is not None:
             self.expert_updates.attach(self._optimizer, name)
 
@@ -190,11 +174,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
     @property
     def _others_wait(self) -> bool:
-        """Whether a rank must not skip or repeat a batch, as stock does if memory runs out.
-
-        With several ranks its exchanges would not match those of the others, and the job would
-        hang. Instead the job ends with the error.
-        """
+        """Whether a rank must not skip a batch if memory runs out: the others would hang."""
         return self.data_parallel_world_size > 1
 
     def get_train_iterator(self, *args, **kwargs):
@@ -253,11 +233,9 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 def _prepare_config(cfg, model) -> None:
     """Store what follows from the whole config; ValueError if it cannot train experts."""
     dist_cfg, common = cfg.distributed_training, cfg.common
-    if dist_cfg.ddp_backend not in (*LEGACY_BACKENDS, *PYTORCH_BACKENDS):
-        raise ValueError(
-            f"--ddp-backend {dist_cfg.ddp_backend} cannot train a model with experts (they are "
-            "spread over the ranks already): use legacy_ddp or pytorch_ddp"
-        )
+    if dist_cfg.ddp_backend not in (*parallel.LEGACY_BACKENDS, *parallel.PYTORCH_BACKENDS):
+        given = f"--ddp-backend {dist_cfg.ddp_backend}"
+        raise ValueError(f"{given} cannot train experts: use legacy_ddp or pytorch_ddp")
     refuse_separate_ranks()
     if common.fp16 and common.bf16:
         raise ValueError("common.fp16 and common.bf16 exclude each other: give one")
@@ -289,10 +267,8 @@ def _moves_load_bias(model, criterion) -> bool:
     rules = {config.load_bias for config in configs if config.moves_load_bias}
     name = type(criterion).__name__
     if rules and not isinstance(criterion, MoECriterion):
-        raise ValueError(
-            f"--moe-load-bias {rules.pop()} needs --criterion {' or '.join(CRITERIONS)}, which "
-            f"hand on what moves the bias; {name} does not"
-        )
+        wanted = f"--criterion {' or '.join(CRITERIONS)}"
+        raise ValueError(f"--moe-load-bias {rules.pop()} needs {wanted}, not {name}")
     # fairseq's criterions read one output of the model; a user's may read the others
     if type(criterion).__module__.startswith("fairseq.criterions."):
         logger.warning(

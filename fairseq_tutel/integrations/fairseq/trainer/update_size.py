@@ -1,7 +1,5 @@
 """Tells a run that resumes on another number of ranks how to keep the tokens of an update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,10 +14,7 @@ _SIZES = {"batch_size": "sentences", "max_tokens": "tokens"}
 def other_update_size(
     state: Mapping[str, Any], cfg: DictConfig, saved_by: int, world_size: int
 ) -> str | None:
-    """Return a line about updates of another size than the checkpoint's; None if they are as large.
-
-    ``saved_by`` is the number of ranks of the run that saved the checkpoint's state.
-    """
+    """Return a line about updates of another size than those of ``saved_by`` ranks, or None."""
     dataset, optimization = options_of(state, "dataset"), options_of(state, "optimization")
     passes = _passes(optimization.get("update_freq")), _passes(cfg.optimization.update_freq)
     option = next((name for name in _SIZES if dataset.get(name) and cfg.dataset[name]), None)
