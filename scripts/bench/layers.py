@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from dense_reference import LIVE_MASKS, DenseMoE, gating
+from dense_reference import LIVE_MASKS, DenseMoE
 from harness import Case
 from program import Options, Ranks
 from torch import Tensor, nn
@@ -24,14 +24,9 @@ from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.memory import free_memory as available_memory
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 # largest RMS error ratio between the formulations: summation order, and rounding to the dtype
 AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+DTYPES = {name: getattr(torch, name) for name in AGREEMENT}
 _INPUTS = 3  # input sets that take turns; each rank draws its own
 _LOSS_GRAD = 0.01
 
@@ -42,7 +37,6 @@ class LayerShape:
 
     Attributes:
         capacity_factor: f; K * int(f * ceil(T / E)) slots per expert and rank. 0: dropless.
-        dtype: key of DTYPES.
         simulated_ranks: > 1: this process plays one rank of so many, each all-to-all is a copy.
     """
 
@@ -67,18 +61,20 @@ class LayerShape:
         numbers = LIVE_MASKS * self.tokens * self.experts * self.capacity
         return numbers * DTYPES[self.dtype].itemsize
 
-    def local_experts(self, world_size: int = 1) -> int:
-        """e, experts of one rank of ``world_size`` real ones."""
-        return max(1, self.experts // max(world_size, self.simulated_ranks))
+    @property
+    def local_experts(self) -> int:
+        """e, experts of this process."""
+        return max(1, self.experts // max(1, self.simulated_ranks))
 
-    def rows(self, world_size: int = 1) -> int:
-        """Rows that the local experts of one rank receive."""
-        ranks = min(self.experts, max(world_size, self.simulated_ranks))
-        return self.local_experts(world_size) * ranks * self.capacity
+    @property
+    def rows(self) -> int:
+        """Rows that the experts of this process receive."""
+        ranks = min(self.experts, max(1, self.simulated_ranks))
+        return self.local_experts * ranks * self.capacity
 
     def tiny(self) -> LayerShape:
         """Sizes of milliseconds on a CPU, to rehearse a benchmark; 4 ranks if simulated."""
-        local, ranks = min(2, self.local_experts()), min(4, self.simulated_ranks)
+        local, ranks = min(2, self.local_experts), min(4, self.simulated_ranks)
         sizes = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": local * (ranks or 4)}
         return dataclasses.replace(self, **sizes, simulated_ranks=ranks)
 
@@ -103,6 +99,7 @@ PRESETS = {
     for name, given in _NAMED["layer"].items()
 }
 PEER_SHAPES = {name: LayerShape(*sizes) for name, sizes in _NAMED["peers"].items()}
+PRESET: Options = {"preset": (str, "default: meta-1.1t on a GPU, cpu on a CPU", PRESETS)}
 # sizes in place of the preset's
 SIZES: Options = {
     "tokens": (int, "T, tokens of one rank"),
@@ -135,16 +132,15 @@ def choose_shape(
 
     On several ranks a preset of one simulated rank becomes the same local work on each.
     """
-    world_size = ranks.world_size
     name = preset or ("meta-1.1t" if ranks.device.type == "cuda" else "cpu")
     shape = PRESETS[name].shape
-    if world_size > 1:
-        count = shape.local_experts() * world_size
+    if ranks.world_size > 1:
+        count = shape.local_experts * ranks.world_size
         shape = dataclasses.replace(shape, experts=count, simulated_ranks=0)
     if options.tiny:
         name, shape = f"tiny-{name}", shape.tiny()
     given = with_sizes(shape, options)
-    if given.simulated_ranks > 1 and world_size > 1:
+    if given.simulated_ranks > 1 and ranks.world_size > 1:
         raise ValueError(f"--simulated-ranks {given.simulated_ranks} needs one rank")
     return name if given == shape else "custom", given
 
@@ -193,20 +189,14 @@ class Inputs:
         parameters: Iterable[Tensor],
         select: Callable[[], object] = lambda: None,
     ) -> Case:
-        """Return forward and backward passes of a function of tokens.
-
-        Args:
-            run: tokens [T, M] -> output, or (output, balance loss).
-        """
+        """Return both passes of a function: tokens [T, M] -> output, or (output, balance loss)."""
         self.leaves.update(parameters)
 
         def forward(number):
             outputs = run(self.x[number % _INPUTS])
             y, *losses = outputs if isinstance(outputs, tuple) else (outputs,)
-            return (y, *losses), [
-                self.dy[number % _INPUTS],
-                *(torch.full_like(loss, _LOSS_GRAD) for loss in losses),
-            ]
+            loss_grads = [torch.full_like(loss, _LOSS_GRAD) for loss in losses]
+            return (y, *losses), (self.dy[number % _INPUTS], *loss_grads)
 
         return Case(name, forward, lambda: self.leaves, select)
 
@@ -271,12 +261,9 @@ class _Product(torch.autograd.Function):
 def experts_alone(
     layer: MoELayer, rows: Sequence[Tensor], d_rows: Sequence[Tensor], inputs: Inputs
 ) -> Case:
-    """Loop over the experts with the layer's own weights and padded rows.
+    """Loop over the experts with the layer's own weights, on sets of padded rows [e, R, M].
 
     Rows and weights of every expert are leaves of their own: no gradient is copied into a stack.
-
-    Args:
-        rows, d_rows: sets of [e, R, M].
     """
     experts = layer.experts
 
@@ -316,27 +303,3 @@ def masks_have_no_room(shapes: Sequence[LayerShape], device: torch.device) -> st
     if need <= free:
         return None
     return f"masks alone need {need / 1e9:.1f} GB (computed), {free / 1e9:.1f} GB are available"
-
-
-# Layers in evaluation: [T, M] -> [T, M].
-EVALUATED = {
-    "layer": "this layer: nothing is dropped, no row is padded",
-    "int8": "this layer, experts in int8",
-    "dense": "dense S x E x C formulation (GShard), 0.25 T rows per expert",
-    "meta": "Meta's layer at its default evaluation capacity, 0.25 T",
-    "tutel": "Tutel's layer, capacity 0: as many rows as the fullest expert needs",
-    "flop-matched": "a dense network of as many operations per token",
-}
-META_FRACTION = 0.25  # rows of an expert over tokens: Meta's default for evaluation
-
-
-def dense_at_fraction(layer: MoELayer, fraction: float) -> Callable[[Tensor], Tensor]:
-    """Return the dense formulation with a fixed share of the tokens for every expert."""
-    dense = DenseMoE(layer)
-
-    def run(x_TM):
-        capacity = math.ceil(fraction * len(x_TM))
-        combine_TEC, _, _ = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
-        return dense.products(x_TM, combine_TEC.to(x_TM.dtype), combine_TEC.bool())
-
-    return run
