@@ -1,7 +1,7 @@
 """Time and bandwidth of the all-to-all by message size, algorithm and wire format.
 
     python -m fairseq_tutel.launch --nproc-per-node 2 -- python scripts/bench/bench_alltoall.py
-    sbatch --nodes 64 --gpus-per-node 8 --exclusive scripts/slurm/bench_alltoall.sbatch
+    sbatch --nodes 64 --gpus-per-node 8 --exclusive scripts/slurm/bench.sbatch alltoall
     sudo python scripts/bench/two_nodes.py --message-bytes 50000 -- \\
         python scripts/bench/bench_alltoall.py --sizes 4K,64K,1M --wires same,fp8
 
@@ -104,7 +104,7 @@ def point_of(size, options, ranks) -> Point:
 
 @program(__doc__, OPTIONS)
 def main(options, ranks):
-    ranks.expect_several()
+    ranks.expect(several=True)
     most = 30 if ranks.device.type == "cuda" else 26
     usual = [12, 16] if options.tiny else range(16, most + 1, 2)
     sizes = options.sizes or [1 << power for power in usual]
