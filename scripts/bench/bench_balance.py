@@ -205,7 +205,7 @@ def main(options, ranks):
     if options.mode == "count":
         points, how = [count_point(options)], {"repetitions": 1, "file": "balance-count"}
     else:
-        ranks.expect_several()
+        ranks.expect(several=True)
         points, how = time_points(options, ranks), {"repetitions": 9, "warmup": 1}
         how["about"] = dataclasses.asdict(with_sizes(_SHAPE, options))
         how["file"] = f"balance-{ranks.world_size}"

@@ -93,13 +93,13 @@ def point_of(cell, names, options, ranks) -> Point:
 
 @program(__doc__, OPTIONS)
 def main(options, ranks):
-    ranks.expect_one()
+    ranks.expect(several=False)
     names = list(dict.fromkeys(["layer", *(options.cases or EVALUATED)]))
     for cell in options.grid:
         if not re.fullmatch(r"\d+x\d+", cell):
             raise ValueError(f"--grid {cell}: give batch x beam, as in 8x5")
     settings = {key: value for key, value in vars(options).items() if isinstance(value, int)}
-    about = {"about": EVALUATED, "settings": settings, "clock": options.clock}
+    about = {"settings": settings, "clock": options.clock}
     how = {"file": f"generate-{options.experts}", "about": about, "repetitions": 7, "warmup": 1}
     points = (point_of(cell, names, options, ranks) for cell in options.grid)
     sweep("generate", options, ranks, points, **how)

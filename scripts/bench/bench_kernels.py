@@ -53,9 +53,7 @@ def bias_gelu_bwd(d: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return d_h, d_h.sum(1)
 
 
-def make_kernels(
-    shape: LayerShape, device: torch.device, seed: int, sets: int
-) -> tuple[dict[str, tuple[Callable, list[tuple]]], float]:
+def make_kernels(shape: LayerShape, device, seed: int, sets: int) -> tuple[dict, float]:
     """Return all operators at the sizes of one layer, and the share of rows that hold a token.
 
     Args:

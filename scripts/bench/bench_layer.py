@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import layers
 import torch
 from harness import Case, Goal, Point, agreement, call, peak_memory, sweep
-from layers import ABOUT, DTYPES, PRESETS, Inputs, LayerShape, choose_shape, make_layer
+from layers import CASES, DTYPES, PRESETS, Inputs, LayerShape, choose_shape, make_layer
 from peers import EVALUATED, FOLDERS, evaluated_layers
 from predict import beside, layer_ms, rates_of
 from program import CLOCK, expect_known, numbers, program, words
@@ -39,33 +39,16 @@ _WALL_TOKENS, _WALL_CALLS = 4096, 10  # up to so many tokens launches matter
 _DECODE = LayerShape(1, 2048, 8192, experts=8, dtype="bfloat16")
 _DECODE_EXPERTS = [8, 64]
 _NEAR_ROOFLINE, _FROM_TOKENS = 1.3, 8  # goal of captured steps, and tokens from which it holds
-# mode -> numbers of tokens, and those of a rehearsal
-TOKENS = {
-    "train": ([], []),
-    "eval": ([1, 4, 16, 64, 256, 1024], [4, 16]),
-    "curve": ([512, 1024, 2048, 4096, 8192], [32, 64]),
-    "decode": ([1, 8, 64, 512], [1, 8]),
-}
-OPTIONS = {
-    "mode": ("train", "what to measure", TOKENS),
-    "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)", PRESETS),
-    "backends": (words, f"cases of train ({', '.join(ABOUT)}) or eval ({', '.join(EVALUATED)})"),
-    "eval-tokens": (numbers, "numbers of tokens in eval, curve and decode"),
-    "output": (str, "JSON file (default: in runs/bench); {preset} stands for the preset's name"),
-    **layers.SIZES,
-    **FOLDERS,
-    **CLOCK,
-}
 
 
 def train_point(name, shape, names, options, ranks) -> Point:
-    """Return forward and backward passes of some cases of ABOUT."""
+    """Return forward and backward passes of some of CASES."""
     device, on_gpu, alone = ranks.device, ranks.device.type == "cuda", ranks.world_size == 1
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     layer = make_layer(shape, device, options.seed, groups=groups).train()
     inputs = Inputs(shape, device, options.seed, groups.rank)
     skipped = ranks.agree({name: layers.why_not_run(name, shape, device) for name in names})
-    kept = [name for name in ABOUT if name in names and name not in skipped]
+    kept = [name for name in CASES if name in names and name not in skipped]
     cases = layers.make_cases(kept, layer, shape, inputs)
     sizes = {"capacity": shape.capacity, "local_experts": groups.num_local_experts}
     about = {"shape": str(shape), "settings": {**dataclasses.asdict(shape), **sizes}}
@@ -96,8 +79,8 @@ def train(options, preset, ranks) -> None:
     """Measure one preset."""
     on_gpu = ranks.device.type == "cuda"
     name, shape = choose_shape(options, preset, ranks)
-    names = options.backends or [case for case in ABOUT if on_gpu or case != "triton"]
-    expect_known("backends", names, ABOUT)
+    names = options.backends or [case for case in CASES if on_gpu or case != "triton"]
+    expect_known("backends", names, CASES)
     launches = on_gpu and shape.tokens <= _WALL_TOKENS and ranks.world_size == 1
     how = {"repetitions": 50 if on_gpu else 20, "calls": _WALL_CALLS if launches else 0}
     how |= {"file": f"layer-{name}-{ranks.device.type}", "about": {"preset": name}}
@@ -152,8 +135,11 @@ def eval_points(shape, tokens, options, ranks) -> Iterator[Point]:
 @torch.no_grad()
 def captured(layer: MoELayer, x: torch.Tensor) -> torch.cuda.CUDAGraph:
     """Capture one call on ``x``; RuntimeError if something in it waits for the host."""
-    for _ in range(3):  # kernels are compiled and tuned before
-        layer(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # kernels are compiled and tuned before
+            layer(x)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer(x)
@@ -208,23 +194,33 @@ def decode_points(shape, tokens, options, ranks) -> Iterator[Point]:
             yield decode_point(layer, count, copied)
 
 
-# mode -> points, repetitions, further arguments of a sweep
+# mode -> points, numbers of tokens, those of a rehearsal, arguments of the sweep
 OVER_TOKENS = {
-    "eval": (eval_points, {"repetitions": 100}),
-    "curve": (curve_points, {"repetitions": 7, "warmup": 1}),
-    "decode": (decode_points, {"repetitions": 30, "calls": _WALL_CALLS}),
+    "eval": (eval_points, [1, 4, 16, 64, 256, 1024], [4, 16], {"repetitions": 100}),
+    "curve": (curve_points, [512, 1024, 2048, 4096, 8192], [32, 64], {"repetitions": 7}),
+    "decode": (decode_points, [1, 8, 64, 512], [1, 8], {"repetitions": 30, "calls": _WALL_CALLS}),
+}
+OPTIONS = {
+    "mode": ("train", "what to measure", ("train", *OVER_TOKENS)),
+    "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)", PRESETS),
+    "backends": (words, f"cases of train ({', '.join(CASES)}) or eval ({', '.join(EVALUATED)})"),
+    "eval-tokens": (numbers, "numbers of tokens in eval, curve and decode"),
+    "output": (str, "JSON file (default: in runs/bench); {preset} stands for the preset's name"),
+    **layers.SIZES,
+    **FOLDERS,
+    **CLOCK,
 }
 
 
 def over_tokens(options, ranks) -> None:
     """Measure eval, curve or decode, whose points differ in the number of tokens."""
-    ranks.expect_one()
+    ranks.expect(several=False)
     name, shape = choose_shape(options, (options.preset or [None])[0], ranks)
     shape = dataclasses.replace(shape, simulated_ranks=0)
     if options.mode == "decode":  # which has sizes of its own
         name, shape = ranks.device.type, _DECODE
-    points, how = OVER_TOKENS[options.mode]
-    tokens = options.eval_tokens or TOKENS[options.mode][options.tiny]
+    points, usual, tiny, how = OVER_TOKENS[options.mode]
+    tokens = options.eval_tokens or (tiny if options.tiny else usual)
     about = {"settings": dataclasses.asdict(shape), "clock": options.clock}
     found = points(shape, tokens, options, ranks)
     sweep(options.mode, options, ranks, found, file=f"{options.mode}-{name}", about=about, **how)

@@ -262,7 +262,7 @@ OPTIONS = {
 
 @program(__doc__, OPTIONS)
 def main(options, ranks):
-    ranks.expect_several()
+    ranks.expect(several=True)
     points_of, shape_of = MODES[options.mode]
     shape = shape_of(ranks.world_size)
     if options.tiny:

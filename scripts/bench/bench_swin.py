@@ -172,7 +172,7 @@ def point_of(models, config, images: int, mode: str, dtype: str, count: bool) ->
 
 @program(__doc__, OPTIONS)
 def main(options, ranks):
-    ranks.expect_one()
+    ranks.expect(several=False)
     on_gpu = ranks.device.type == "cuda"
     name = options.preset or ("small-32" if on_gpu else "small")
     preset = PRESETS[name]

@@ -9,7 +9,6 @@ Ratios are this layer's time (the first case of a point) over another case's in 
 median of the turns with its 95 % interval.
 """
 
-import argparse
 import ctypes
 import gc
 import itertools
@@ -33,18 +32,15 @@ Times = dict[str, dict[str, list[float]]]  # case -> phase -> milliseconds by re
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time.
-
-    Attributes:
-        forward: input number -> (outputs, gradients of the outputs); no gradients: forward only.
-        leaves: tensors whose gradients are dropped before every repetition.
-        select: called first, for example to choose a backend.
-    """
+    """Something to time."""
 
     name: str
+    # input number -> (outputs, gradients of the outputs); no gradients: forward only
     forward: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor]]]
-    leaves: Callable[[], Iterable[Tensor]] = tuple
-    select: Callable[[], object] = lambda: None
+    leaves: Callable[[], Iterable[Tensor]] = (
+        tuple  # their gradients are dropped before a repetition
+    )
+    select: Callable[[], object] = lambda: None  # called first, for example to choose a backend
 
     def begin(self) -> None:
         """Prepare one repetition."""
@@ -109,14 +105,7 @@ class _Clock:
 
 
 def time_cases(
-    cases: Sequence[Case],
-    ranks: Ranks,
-    repetitions: int,
-    times: Times,
-    *,
-    warmup: int = 3,
-    calls: int = 0,
-    clock: str = "device",
+    cases, ranks: Ranks, repetitions: int, times: Times, *, warmup=3, calls=0, clock="device"
 ) -> None:
     """Measure the milliseconds of every repetition, by case and phase, on this rank.
 
@@ -182,27 +171,19 @@ class Goal:
 
 @dataclass
 class Point:
-    """Cases that take turns, the layer itself first.
-
-    Attributes:
-        about: numbers and sizes for the record.
-        not_run: name -> reason of cases that are left out.
-        derive: record of the times -> case -> further columns.
-        goals: bounds of figures of this point.
-        check: called before the cases are timed with those that fit in memory; further ``about``.
-        phase: that ratios are of; empty: no ratios.
-        repetitions: in place of those of the sweep.
-    """
+    """Cases that take turns, the layer itself first."""
 
     name: str
     cases: list[Case]
-    about: dict[str, Any] = field(default_factory=dict)
-    not_run: dict[str, str] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # numbers and sizes for the record
+    not_run: dict[str, str] = field(default_factory=dict)  # name -> reason of cases left out
+    # record of the times -> case -> further columns
     derive: Callable[[dict[str, Any]], dict[str, dict[str, Any]]] = lambda found: {}
     goals: Sequence[Goal] = ()
+    # called with the cases that fit in memory, before they are timed; further ``about``
     check: Callable[[list[Case]], dict[str, Any]] = lambda cases: {}
-    phase: str = "both"
-    repetitions: int = 0
+    phase: str = "both"  # that ratios are of; empty: no ratios
+    repetitions: int = 0  # in place of those of the sweep
 
     def leave_out_what_does_not_fit(self, ranks: Ranks) -> None:
         """Run each case once; those that find no memory on a GPU are not run again."""
@@ -241,7 +222,7 @@ class Point:
 
 def sweep(
     name: str,
-    options: argparse.Namespace,
+    options,
     ranks: Ranks,
     points: Iterable[Point],
     *,

@@ -5,7 +5,6 @@ shapes.json has the shapes with a name, and their goals.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -113,7 +112,7 @@ SIZES: Options = {
 }
 
 
-def with_sizes(shape: LayerShape, options: argparse.Namespace) -> LayerShape:
+def with_sizes(shape: LayerShape, options) -> LayerShape:
     """Return the shape with the sizes of a command line; ValueError for those that cannot be."""
     names = [field.name for field in dataclasses.fields(shape)]
     given = {name: getattr(options, name, None) for name in names}
@@ -125,9 +124,7 @@ def with_sizes(shape: LayerShape, options: argparse.Namespace) -> LayerShape:
     return shape
 
 
-def choose_shape(
-    options: argparse.Namespace, preset: str | None, ranks: Ranks
-) -> tuple[str, LayerShape]:
+def choose_shape(options, preset: str | None, ranks: Ranks) -> tuple[str, LayerShape]:
     """Return name and shape of a preset, or of a command line with SIZES.
 
     On several ranks a preset of one simulated rank becomes the same local work on each.
@@ -182,13 +179,7 @@ class Inputs:
         """Draw further tensors, one for each set."""
         return [torch.randn(size, generator=self._draw, **self._like) for _ in range(_INPUTS)]
 
-    def case(
-        self,
-        name: str,
-        run: Callable[[Tensor], Tensor | tuple[Tensor, ...]],
-        parameters: Iterable[Tensor],
-        select: Callable[[], object] = lambda: None,
-    ) -> Case:
+    def case(self, name: str, run, parameters: Iterable[Tensor], select=lambda: None) -> Case:
         """Return both passes of a function: tokens [T, M] -> output, or (output, balance loss)."""
         self.leaves.update(parameters)
 
@@ -201,22 +192,13 @@ class Inputs:
         return Case(name, forward, lambda: self.leaves, select)
 
 
-# The cases of bench_layer.py.
-BACKENDS = ("triton", "torch")
-FLOORS = ("experts", "products")
-ABOUT = {
-    "triton": "this layer, Triton backend",
-    "torch": "this layer, torch backend",
-    "dense": "dense S x E x C formulation (GShard)",
-    "experts": "experts alone: two F.linear and an activation for each",
-    "products": "experts' products alone (the floor)",
-}
+# the cases of bench_layer.py; results/METHOD.md says what they compute
+BACKENDS, FLOORS = ("triton", "torch"), ("experts", "products")
+CASES = (*BACKENDS, "dense", *FLOORS)
 
 
-def make_cases(
-    names: Sequence[str], layer: MoELayer, shape: LayerShape, inputs: Inputs
-) -> list[Case]:
-    """Build cases of ABOUT; operators outside the layer's own cases are of its first backend."""
+def make_cases(names, layer: MoELayer, shape: LayerShape, inputs: Inputs) -> list[Case]:
+    """Build some of CASES; operators outside the layer's own cases are of its first backend."""
     groups = layer.groups
     size = (groups.num_local_experts, groups.ep_size * shape.capacity, shape.model_dim)
     rows, d_rows = [x.requires_grad_() for x in inputs.draw(*size)], inputs.draw(*size)
@@ -258,38 +240,30 @@ class _Product(torch.autograd.Function):
         return torch.bmm(d_out, weight), torch.bmm(d_out.transpose(1, 2), rows)
 
 
-def experts_alone(
-    layer: MoELayer, rows: Sequence[Tensor], d_rows: Sequence[Tensor], inputs: Inputs
-) -> Case:
+def experts_alone(layer: MoELayer, rows, d_rows, inputs: Inputs) -> Case:
     """Loop over the experts with the layer's own weights, on sets of padded rows [e, R, M].
 
     Rows and weights of every expert are leaves of their own: no gradient is copied into a stack.
     """
     experts = layer.experts
-
-    def own_leaves(stacked):
-        return [part.detach().requires_grad_() for part in stacked]
-
-    stacks = (experts.fc1_weight, experts.fc1_bias, experts.fc2_weight, experts.fc2_bias)
-    weights = list(zip(*map(own_leaves, stacks), strict=True))
-    parts = [own_leaves(each) for each in rows]
-    activation = getattr(nn.functional, experts.activation)
-
-    def one_expert(part, fc1_weight, fc1_bias, fc2_weight, fc2_bias):
-        hidden = activation(nn.functional.linear(part, fc1_weight, fc1_bias))
-        return nn.functional.linear(hidden, fc2_weight, fc2_bias)
+    linear, activation = nn.functional.linear, getattr(nn.functional, experts.activation)
+    stacks = (experts.fc1_weight, experts.fc1_bias, experts.fc2_weight, experts.fc2_bias, *rows)
+    leaves = [[part.detach().requires_grad_() for part in stack] for stack in stacks]
+    inputs.leaves.update(itertools.chain(*leaves))
 
     def forward(number):
-        pairs = zip(parts[number % _INPUTS], weights, strict=True)
-        outputs = [one_expert(part, *weight) for part, weight in pairs]
+        outputs = []
+        parts = zip(*leaves[:4], leaves[4 + number % _INPUTS], strict=True)
+        for fc1_weight, fc1_bias, fc2_weight, fc2_bias, part in parts:
+            hidden = activation(linear(part, fc1_weight, fc1_bias))
+            outputs.append(linear(hidden, fc2_weight, fc2_bias))
         return outputs, list(d_rows[number % _INPUTS])
 
-    inputs.leaves.update(itertools.chain(*parts, *weights))
     return Case("experts", forward, lambda: inputs.leaves)
 
 
 def why_not_run(name: str, shape: LayerShape, device: torch.device) -> str | None:
-    """Return the reason why a case of ABOUT cannot run here, None if it can."""
+    """Return the reason why one of CASES cannot run here, None if it can."""
     if name == "triton" and device.type != "cuda":
         return "Triton kernels need a GPU; the interpreter's speed says nothing"
     if name == "dense" and not shape.capacity_factor:

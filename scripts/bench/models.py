@@ -19,11 +19,8 @@ from record import ROOT
 
 from fairseq_tutel.plan import compose
 
-VARIANTS = {
-    "moe": "this plugin",
-    "dense": "the same model, dense S x E x C formulation",
-    "flop-matched": "FLOP-matched dense model",
-}
+# this plugin, the same model in the dense S x E x C formulation, FLOP-matched dense model
+VARIANTS = ("moe", "dense", "flop-matched")
 
 
 @dataclass(frozen=True)

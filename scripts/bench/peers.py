@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,7 @@ FOLDERS: Options = {
     "tutel": (Path, "repository of Tutel, built in place"),
     "meta": (Path, "fairseq/modules/moe of fairseq's branch moe"),
 }
-# layers in evaluation: [T, M] -> [T, M]
-EVALUATED = {
-    "layer": "this layer: nothing is dropped, no row is padded",
-    "int8": "this layer, experts in int8",
-    "dense": "dense S x E x C formulation (GShard), 0.25 T rows per expert",
-    "meta": "Meta's layer at its default evaluation capacity, 0.25 T",
-    "tutel": "Tutel's layer, capacity 0: as many rows as the fullest expert needs",
-    "flop-matched": "a dense network of as many operations per token",
-}
+EVALUATED = ("layer", "int8", "dense", "meta", "tutel", "flop-matched")
 _META_FRACTION = 0.25  # rows of an expert over tokens: Meta's default for evaluation
 _SEQUENCE = 128  # tokens of one sequence, for layers that take batches
 _MASK_NUMEL = 2**28  # a layer with larger dense masks is not run: seconds, and 1 GiB each
@@ -130,9 +122,7 @@ def dense_network(model_dim: int, hidden_dim: int) -> nn.Sequential:
     )
 
 
-def meta_layer(
-    folder: Path, shape: LayerShape, tutel: Path | None, evaluates: bool = False
-) -> Peer:
+def meta_layer(folder: Path, shape: LayerShape, tutel: Path | None, evaluates=False) -> Peer:
     """Build the layer of fairseq's branch moe, with Tutel's dispatcher or with its own masks.
 
     On several ranks it spreads its experts over all of them.
@@ -190,9 +180,7 @@ def meta_layer(
     return Peer(run, layer)
 
 
-def peers_of(
-    shape: LayerShape, tutel: Path | None, meta: Path | None, transformers: Path | None
-) -> tuple[dict[str, Peer], dict[str, str]]:
+def peers_of(shape: LayerShape, tutel, meta, transformers) -> tuple[dict, dict[str, str]]:
     """Build the layers of bench_peers.py that have a folder; name -> reason of the others."""
     return _build_those_there(
         {
@@ -205,10 +193,11 @@ def peers_of(
     )
 
 
-def evaluated_layers(
-    shape: LayerShape, layer: MoELayer, names, folders
-) -> tuple[dict[str, Callable[[Tensor], Tensor]], dict[str, str]]:
-    """Build the named layers of EVALUATED; name -> reason of those missing.
+def evaluated_layers(shape: LayerShape, layer, names, folders) -> tuple[dict, dict[str, str]]:
+    """Build some of EVALUATED, [T, M] -> [T, M]; name -> reason of those missing.
+
+    Meta's and the dense one have 0.25 T rows per expert; Tutel's, with capacity 0, has as many as
+    the fullest expert needs.
 
     Args:
         folders: has those of FOLDERS as attributes.
@@ -245,9 +234,7 @@ def evaluated_layers(
     return _build_those_there({name: builders[name] for name in names})
 
 
-def _build_those_there(
-    builders: dict[str, tuple[Any, Callable[[], Any]]],
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _build_those_there(builders: dict[str, tuple]) -> tuple[dict, dict[str, str]]:
     """Build from name -> (folder, function); name -> reason of those that cannot be built."""
     found, missing = {}, {}
     for name, (folder, build) in builders.items():

@@ -9,13 +9,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fairseq_tutel.command_line import CommandLine
+from fairseq_tutel.distributed import gather_texts, process_world
 
 # name -> (default, help), or (default, help, names that are known); None: without the option
 Options = Mapping[str, tuple | None]
@@ -43,26 +43,22 @@ _CLOCKS = ("device", "wall", "processor")
 CLOCK: Options = {"clock": ("device", "processor: one thread's time, on a busy machine", _CLOCKS)}
 
 
-@dataclass(frozen=True)
 class Ranks:
     """This process among those of the job; ``backend`` is gloo or nccl, empty for a single one."""
 
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    backend: str = ""
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.rank, self.world_size = process_world()
+        self.backend = dist.get_backend() if self.world_size > 1 else ""
 
-    def expect_several(self) -> None:
-        """Raise ValueError in a single process."""
-        if self.world_size < 2:
+    def expect(self, *, several: bool) -> None:
+        """Raise ValueError if this is the only process, or one of several."""
+        if several and self.world_size < 2:
             raise ValueError(
                 "an exchange needs at least 2 ranks: put python -m fairseq_tutel.launch "
                 "--nproc-per-node N -- before this command, or see two_nodes.py --help"
             )
-
-    def expect_one(self) -> None:
-        """Raise ValueError on several ranks."""
-        if self.world_size > 1:
+        if self.world_size > 1 and not several:
             raise ValueError(f"this measures one rank, not {self.world_size}")
 
     def wait(self) -> None:
@@ -83,9 +79,8 @@ class Ranks:
 
     def agree(self, reasons: Mapping[str, str | None]) -> dict[str, str]:
         """Return name -> reason of what some rank cannot run: all take part or none. Collective."""
-        anywhere = self.slowest([float(reason is not None) for reason in reasons.values()])
-        pairs = zip(reasons.items(), anywhere, strict=True)
-        return {name: why or "another rank cannot run it" for (name, why), skip in pairs if skip}
+        of_all = {name: gather_texts(reason) for name, reason in reasons.items()}
+        return {name: next(filter(None, texts)) for name, texts in of_all.items() if any(texts)}
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -109,10 +104,7 @@ def connected(device: torch.device) -> Iterator[Ranks]:
         how = {"backend": "nccl", "device_id": device} if on_gpu else {"backend": "gloo"}
         dist.init_process_group(timeout=timeout, **how)
     try:
-        if dist.is_initialized():
-            yield Ranks(device, dist.get_rank(), dist.get_world_size(), dist.get_backend())
-        else:
-            yield Ranks(device)
+        yield Ranks(device)
     finally:
         if begin:
             dist.destroy_process_group()

@@ -11,18 +11,13 @@ import record
 import torch
 from harness import Case, Goal, Point, call, peak_memory, sweep, time_cases
 from program import Ranks
-from record import median_interval, percentiles
+from record import median_interval
 
 RANKS = Ranks(torch.device("cpu"))
 
 
 def options(path):
     return Namespace(tiny=False, repetitions=None, output=path)
-
-
-def test_percentiles():
-    got = percentiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
-    assert got == pytest.approx({"min": 1.0, "p20": 2.0, "p50": 3.5, "p80": 5.0})
 
 
 @pytest.mark.parametrize("count, low, high", [(5, 1, 5), (6, 1, 6), (9, 2, 8), (61, 23, 39)])
