@@ -1,7 +1,7 @@
 """Time and bandwidth of the all-to-all by message size, algorithm and wire format.
 
     python -m fairseq_tutel.launch --nproc-per-node 2 -- python scripts/bench/bench_alltoall.py
-    sbatch --nodes 64 --gpus-per-node 8 --exclusive scripts/slurm/bench_alltoall.sbatch
+    sbatch --nodes 64 --gpus-per-node 8 --exclusive scripts/slurm/bench.sbatch alltoall
     sudo python scripts/bench/two_nodes.py --message-bytes 50000 -- \\
         python scripts/bench/bench_alltoall.py --sizes 4K,64K,1M --wires same,fp8
 
@@ -20,7 +20,6 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ from fairseq_tutel.distributed import build_exchange, build_groups
 from fairseq_tutel.distributed.exchanges import Exchange
 from fairseq_tutel.moe.wire import WireCodec
 
-_UNITS = {"K": 10, "M": 20, "G": 30}
+_POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
 _ELEMENT, _ROW = 4, 128  # bytes of fp32, numbers of a row
 _COUNTED = 4  # all-to-alls whose bytes are counted
 
@@ -41,10 +40,10 @@ def parse_sizes(text: str) -> list[int]:
     """Read bytes from ``4096,64K,256M,1G`` (powers of 1024)."""
     found = []
     for word in text.split(","):
-        number, unit = (word[:-1], word[-1].upper()) if word[-1:].isalpha() else (word, "")
-        if not number.isdigit() or int(number) < 1 or (unit and unit not in _UNITS):
+        match = re.fullmatch(r"([1-9]\d*)([KMG]?)", word.upper())
+        if not match:
             raise argparse.ArgumentTypeError(f"{word!r} is no size such as 4096, 64K, 256M or 1G")
-        found.append(int(number) << _UNITS.get(unit, 0))
+        found.append(int(match[1]) << _POWERS[match[2]])
     return found
 
 
@@ -54,12 +53,6 @@ OPTIONS = {
     "sizes": (parse_sizes, "bytes per rank (default: 64K to 64M, on GPUs to 1G, times 4)"),
     "iterations": (20, "all-to-alls back to back per measurement"),
 }
-
-
-def link_name(backend: str) -> str:
-    """Name the link of two_nodes.py in a word for a file name; else the backend."""
-    bed = os.environ.get("TWO_NODES", "")
-    return ("messages" if "--message-bytes" in bed else "bandwidth") if bed else backend
 
 
 def sent_bytes() -> int | None:
@@ -81,52 +74,48 @@ def count_sent(case: Case, ranks: Ranks) -> float | None:
     return None if before is None else (sent_bytes() - before) / _COUNTED
 
 
-def points(
-    sizes: list[int], algorithms: list[str], options: argparse.Namespace, ranks: Ranks
-) -> Iterator[Point]:
-    """Yield all algorithms and formats at each size."""
+def point_of(size, options, ranks) -> Point:
+    """Return all algorithms and formats at one size."""
     groups, count = build_groups(ranks.world_size), ranks.world_size
     step = count * _ROW * _ELEMENT  # equal parts of whole rows
-    for size in (max(step, size // step * step) for size in sizes):
-        cases, columns = [], {}
-        data = torch.randn(size // _ROW // _ELEMENT, _ROW, device=ranks.device)
-        for name, wire in itertools.product(algorithms, options.wires):
-            config = ExchangeConfig(name, wire=wire)
-            plain = build_exchange(config, groups)
-            codec = None if wire == "same" else WireCodec(config)
-            exchange = Exchange(plain.algorithm, codec)
-            title = name if wire == "same" else f"{name} {wire}"
-            arguments = (data, None, exchange.new_record())
-            cases.append(Case(title, call(functools.partial(exchange.dispatch, *arguments))))
-            sent = count_sent(cases[-1], ranks)
-            columns[title] = {"uses": exchange.name, "sent": sent}
-
-        def derive(found, size=size, columns=columns):
-            for title, of in found["ms"].items():
-                speed = size / (1e6 * of["wall"]["p50"])
-                bus = {"algbw GB/s": speed, "busbw GB/s": speed * (count - 1) / count}
-                columns[title] |= bus
-            return columns
-
-        yield Point(f"{size:,}", cases, {"bytes": size}, derive=derive, phase="wall")
-
-
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
-    ranks.expect_several()
+    size = max(step, size // step * step)
+    cases, columns = [], {}
+    data = torch.randn(size // _ROW // _ELEMENT, _ROW, device=ranks.device)
     algorithms = options.algorithms or sorted(EXCHANGES, reverse=True)  # linear first
+    for name, wire in itertools.product(algorithms, options.wires):
+        config = ExchangeConfig(name, wire=wire)
+        codec = None if wire == "same" else WireCodec(config)
+        exchange = Exchange(build_exchange(config, groups).algorithm, codec)
+        title = name if wire == "same" else f"{name} {wire}"
+        move = functools.partial(exchange.dispatch, data, None, exchange.new_record())
+        cases.append(Case(title, call(lambda _, move=move: move())))
+        columns[title] = {"uses": exchange.name, "sent": count_sent(cases[-1], ranks)}
+
+    def derive(found):
+        derived = {}
+        for title, of in found["ms"].items():
+            speed = size / (1e6 * of["wall"]["p50"])
+            bus = {"algbw GB/s": speed, "busbw GB/s": speed * (count - 1) / count}
+            derived[title] = columns[title] | bus
+        return derived
+
+    return Point(f"{size:,}", cases, {"bytes": size}, derive=derive, phase="wall")
+
+
+@program(__doc__, OPTIONS)
+def main(options, ranks):
+    ranks.expect(several=True)
     most = 30 if ranks.device.type == "cuda" else 26
     usual = [12, 16] if options.tiny else range(16, most + 1, 2)
     sizes = options.sizes or [1 << power for power in usual]
-    link = link_name(ranks.backend)
+    bed, link = os.environ.get("TWO_NODES"), ranks.backend
+    if bed:  # two_nodes.py: its link in a word for the file's name
+        link = "messages" if "--message-bytes" in bed else "bandwidth"
     about = {"iterations": options.iterations, "backend": ranks.backend, "link": link}
     how = {"repetitions": 5, "calls": options.iterations, "warmup": 2}
-    file = f"alltoall-{ranks.world_size}-{link}"
-    found = points(sizes, algorithms, options, ranks)
-    sweep("alltoall", options, ranks, found, file=file, about=about, **how)
-
-
-main = program(__doc__, OPTIONS, run)
+    how |= {"file": f"alltoall-{ranks.world_size}-{link}", "about": about}
+    points = (point_of(size, options, ranks) for size in sizes)
+    sweep("alltoall", options, ranks, points, **how)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,19 @@ count: for 4 to 64 ranks and some skews, the busiest rank's rows over the mean, 
 at most 1.05. No ranks are needed.
 """
 
-import argparse
+import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from harness import Case, Point, call, sweep
-from program import CLOCK, Ranks, Report, goal, numbers, program
-from record import median_ratio, say, table
+from harness import Case, Goal, Point, call, sweep
+from layers import SIZES, Inputs, LayerShape, make_layer, with_sizes
+from program import CLOCK, numbers, program
+from record import median_ratio
 
+from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed.balance import (
     BalancePlan,
     gather_counts,
@@ -33,25 +35,27 @@ from fairseq_tutel.distributed.balance import (
     plan_step,
     rows_while_travelling,
 )
-from fairseq_tutel.moe import ExchangeConfig, ExpertRows, MoELayer
+from fairseq_tutel.moe import ExpertRows, MoELayer
 from fairseq_tutel.plan.balance import LayerSpeeds
 
-_GOAL, _COST, _TOLERANCE, _ERROR = 1.10, 1.02, 1.05, 1.15
+_SHAPE = LayerShape(4096, 256, 512, experts=8, capacity_factor=0.0)
 _SKEWS = {"uniform": 0.0, "Zipf 0.5": 0.5, "Zipf 1": 1.0, "Zipf 1.5": 1.5, "one expert": 40.0}
+GOALS = [
+    Goal("helped", "over even", 1.10, at_most=True),
+    Goal("helped", "formula's error", 1.15, at_most=True),
+    Goal("counts and plan alone", "its cost over even", 0.02, at_most=True),
+]
 OPTIONS = {
     "mode": ("time", "what to measure", ("time", "count")),
     "utilisations": (numbers, "percentages of time (default: 50,62,76,88)"),
-    "tokens": (4096, "per rank"),
-    "model-dim": (256, "M"),
-    "hidden-dim": (512, "F"),
-    "experts": (8, "E, over all ranks"),
+    **{name: SIZES[name] for name in ("tokens", "model-dim", "hidden-dim", "experts")},
     "min-rows": (0, "balance_min_rows; 0: measured"),
     **CLOCK,
 }
 
 
 def choices_for(utilisation: float, tokens: int, experts: int, ranks: int) -> torch.Tensor:
-    """Choices [T, 2] with which rank 0 gets so much that mean over largest load is as asked.
+    """Return choices [T, 2] that give rank 0 so much that mean over largest load is as asked.
 
     Experts of a rank share its rows evenly. Neighbours in the list of pairs are different experts.
     """
@@ -60,29 +64,6 @@ def choices_for(utilisation: float, tokens: int, experts: int, ranks: int) -> to
     others = local + (pair - busy) % (experts - local)
     chosen = torch.where(pair < busy, pair % local, others).view(tokens, 2)
     return chosen[torch.randperm(tokens, generator=torch.Generator().manual_seed(1))]
-
-
-class Work:
-    """A layer, its input and given choices."""
-
-    def __init__(self, options: argparse.Namespace, balance: bool):
-        exchange = ExchangeConfig(balance_ranks=balance, balance_min_rows=options.min_rows)
-        sizes = (options.model_dim, options.experts, options.hidden_dim)
-        self.layer = MoELayer(*sizes, capacity_factor=0, exchange=exchange, seed=1)
-        torch.manual_seed(10 + self.layer.groups.rank)
-        self.x = torch.randn(options.tokens, options.model_dim, requires_grad=True)
-        self.grad = torch.randn_like(self.x)
-        self.aux = None
-
-    def leaves(self):
-        return [self.x, *self.layer.parameters()]
-
-    def forward(self, choices: torch.Tensor, _: int):
-        y, self.aux = self.layer(self.x, choices=choices, return_aux=True)
-        return (y,), (self.grad,)
-
-    def case(self, name: str, choices: torch.Tensor) -> Case:
-        return Case(name, functools.partial(self.forward, choices), self.leaves)
 
 
 def experts_alone(layer: MoELayer, rows: int, *, one_rank: bool) -> Case:
@@ -108,159 +89,127 @@ def link_alone(layer: MoELayer, rows: int, *, both_ways: bool) -> Case:
         got_P[partner] = rows * (both_ways or rank % 2 == 1)
     sent_RM, got_RM = (torch.ones(sum(n), layer.model_dim) for n in (sent_P, got_P))
 
-    def exchange():
+    def exchange(_):
         dist.all_to_all_single(got_RM, sent_RM, got_P, sent_P, group=groups.ep_group)
 
     return Case(f"link, {'both ways' if both_ways else 'one way'}", call(exchange))
 
 
-def counts_alone(layer: MoELayer, choices: torch.Tensor) -> list[Case]:
+def counts_alone(layer: MoELayer, count_E: torch.Tensor) -> list[Case]:
     """Make cases of what a step does with its counts: exchange them, or gather them and plan."""
-    groups, exchange = layer.groups, layer.exchange.algorithm
-    count_E = choices.flatten().bincount(minlength=groups.num_experts)
+    groups, algorithm = layer.groups, layer.exchange.algorithm
 
-    def plan():
+    def plan(_):
         plan_step(gather_counts(count_E, groups)).chunks(groups.ep_rank, 1)
 
-    shared = call(lambda: exchange.share_chunks(count_E, 1))
+    shared = call(lambda _: algorithm.share_chunks(count_E, 1))
     return [Case("counts alone", shared), Case("counts and plan alone", call(plan))]
 
 
-class Formula:
-    """Counts of the planner's formula for one utilisation.
+def derive(found, plans: dict[str, BalancePlan], shape: LayerShape, weights: float):
+    """Return the gain by help, measured and by the planner's formula, and what the plan costs.
 
     Args:
-        layer: its experts and sizes.
-        even, skewed: choices [T, 2], those of every rank.
-        pays: rows that pay for a move.
+        plans: ``even``, ``not helped`` and ``helped``, from the counts of all ranks.
+        weights: numbers of an expert.
     """
-
-    def __init__(self, layer: MoELayer, even: torch.Tensor, skewed: torch.Tensor, pays: int):
-        groups = layer.groups
-        counts = [
-            choices.flatten().bincount(minlength=groups.num_experts).expand(groups.ep_size, -1)
-            for choices in (even, skewed)
-        ]
-        numbers = sum(param.numel() for param in layer.experts.parameters())
-        numbers //= groups.num_local_experts
-        travel = rows_while_travelling(pays, layer.model_dim, numbers)
-        self.even, self.alone = map(BalancePlan, counts)
-        self.helped = plan_step(counts[1], min_rows=pays, travel=travel)
-        self.tokens, self.rows_of_expert = len(even), numbers / layer.model_dim
-
-    def about(self) -> dict:
-        """Return the counts for the record."""
-        plans = {"even": self.even, "not helped": self.alone, "helped": self.helped}
-        return {
-            "moves": self.helped.moves,
-            "loads": {name: plan.load_P for name, plan in plans.items()},
-            "links": {name: plan.links_P2.tolist() for name, plan in plans.items()},
-        }
-
-    def gain(self, found: dict) -> dict[str, dict[str, float]]:
-        """Return the gain by help, measured and predicted, from the record of the times."""
-        ms = {
-            case: phases.get("both", phases["forward"])["p50"]
-            for case, phases in found["ms"].items()
-        }
-        # a link is timed with a row per token; a step has four exchanges
-        one_way, both_ways = ms["link, one way"] / self.tokens, ms["link, both ways"] / self.tokens
-        row, row_alone = (
-            ms[f"experts alone, {who}"] / (3 * 2 * self.tokens) for who in ("all ranks", "rank 0")
-        )
-        move = one_way * self.rows_of_expert
-        speeds = LayerSpeeds(row, row_alone, 4 * one_way, 4 * both_ways, move)
-        rest = ms["even"] - speeds.seconds(self.even)
-        without, helped = (rest + speeds.seconds(plan) for plan in (self.alone, self.helped))
-        gain = median_ratio(found, "not helped", "helped")
-        return {"helped": {"gain": gain, "predicted": without / helped}}
+    ms = {name: of.get("both", of["forward"])["p50"] for name, of in found["ms"].items()}
+    # a link is timed with a row per token; a step has four exchanges
+    one_way, both_ways = (ms[f"link, {which}"] / shape.tokens for which in ("one way", "both ways"))
+    row, row_alone = (
+        ms[f"experts alone, {who}"] / (3 * 2 * shape.tokens) for who in ("all ranks", "rank 0")
+    )
+    move = one_way * weights / shape.model_dim
+    speeds = LayerSpeeds(row, row_alone, 4 * one_way, 4 * both_ways, move)
+    seconds = {name: speeds.seconds(plan) for name, plan in plans.items()}
+    rest = ms["even"] - seconds["even"]
+    predicted = (rest + seconds["not helped"]) / (rest + seconds["helped"])
+    gain = median_ratio(found, "not helped", "helped")
+    error = max(gain / predicted, predicted / gain)
+    even = median_ratio(found, "helped", "even")
+    cost = (ms["counts and plan alone"] - ms["counts alone"]) / ms["even"]
+    helped = {"gain": gain, "predicted": predicted, "over even": even, "formula's error": error}
+    return {"helped": helped, "counts and plan alone": {"its cost over even": cost}}
 
 
-def points(options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """One for each utilisation: helped, not helped, and even loads with and without the option."""
-    plain, helping = Work(options, False), Work(options, True)
-    layer, sizes = plain.layer, (options.tokens, options.experts, ranks.world_size)
+def time_points(options, ranks) -> Iterator[Point]:
+    """Yield for each utilisation: helped, not helped, even loads with and without the option."""
+    shape = with_sizes(_SHAPE, options)
+    inputs = Inputs(shape, ranks.device, options.seed, ranks.rank)
+    exchange = ExchangeConfig(balance_ranks=True, balance_min_rows=options.min_rows)
+    plain = make_layer(shape, ranks.device)
+    helping = make_layer(shape, ranks.device, exchange=exchange)
+    groups, sizes = plain.groups, (shape.tokens, shape.experts, ranks.world_size)
+    pays = options.min_rows or measured_break_even(
+        groups, torch.float32, ranks.device, training=True
+    )
+    weights = sum(param[0].numel() for param in plain.experts.parameters())
+    travel = rows_while_travelling(pays, shape.model_dim, weights)
+
+    def case(name, layer, choices):
+        return inputs.case(name, lambda x: layer(x, choices=choices), layer.parameters())
+
+    def counts(choices):
+        return choices.flatten().bincount(minlength=shape.experts)
+
     even = choices_for(1.0, *sizes)
-    key = layer.groups, torch.float32, ranks.device
-    pays = options.min_rows or measured_break_even(*key, training=True)
     for percent in options.utilisations or [50, 62, 76, 88]:
         skewed = choices_for(percent / 100, *sizes)
-        formula = Formula(layer, even, skewed, pays)
-        helping.case("", skewed).run()
-        record = helping.aux.record
-        if record.loads_P != formula.helped.load_P:
+        even_PE, skewed_PE = (counts(each).expand(groups.ep_size, -1) for each in (even, skewed))
+        plans = {"even": BalancePlan(even_PE), "not helped": BalancePlan(skewed_PE)}
+        plans["helped"] = plan_step(skewed_PE, min_rows=pays, travel=travel)
+        record = helping(inputs.x[0], choices=skewed, return_aux=True)[1].record
+        if record.loads_P != plans["helped"].load_P:
             raise RuntimeError(f"the layer has loads {record.loads_P}, not those of its plan")
-        about = {"utilisation": percent / 100, "rows_that_pay": pays, **formula.about()}
-        about["bytes_moved"] = ranks.slowest([float(record.bytes_moved)])[0]
+        about = {
+            "utilisation": percent / 100,
+            "rows_that_pay": pays,
+            "moves": plans["helped"].moves,
+            "loads": {name: plan.load_P for name, plan in plans.items()},
+            "links": {name: plan.links_P2.tolist() for name, plan in plans.items()},
+            "bytes_moved": ranks.slowest([float(record.bytes_moved)])[0],
+        }
         cases = [
-            helping.case("helped", skewed),
-            plain.case("not helped", skewed),
-            plain.case("even", even),
-            helping.case("even, option on", even),
-            experts_alone(layer, 2 * options.tokens, one_rank=False),
-            experts_alone(layer, 2 * options.tokens, one_rank=True),
-            link_alone(layer, options.tokens, both_ways=False),
-            link_alone(layer, options.tokens, both_ways=True),
-            *counts_alone(layer, even),
+            case("helped", helping, skewed),
+            case("not helped", plain, skewed),
+            case("even", plain, even),
+            case("even, option on", helping, even),
+            *(experts_alone(plain, 2 * shape.tokens, one_rank=one) for one in (False, True)),
+            *(link_alone(plain, shape.tokens, both_ways=both) for both in (False, True)),
+            *counts_alone(plain, counts(even)),
         ]
-        yield Point(f"{percent} %", cases, about, derive=formula.gain)
+        columns = functools.partial(derive, plans=plans, shape=shape, weights=weights)
+        yield Point(f"{percent} %", cases, about, derive=columns, goals=GOALS)
 
 
-def goals_of(results: dict) -> list[dict]:
-    """Time beside even loads, and what the option costs with even loads."""
-    found = []
-    for name, of in results.items():
-        text = f"at {name} a helped step takes at most {_GOAL} times an even one"
-        found.append(goal(text, of["this_over"]["even"][1], _GOAL, True))
-        gain = of["derived"]["helped"]
-        error = max(gain["gain"] / gain["predicted"], gain["predicted"] / gain["gain"])
-        text = f"at {name} the formula predicts the gain within 15 %"
-        found.append(goal(text, error, _ERROR, True))
-        even, before, after = (
-            of["ms"][case].get("both", of["ms"][case]["forward"])["p50"]
-            for case in ("even", "counts alone", "counts and plan alone")
-        )
-        text = f"at {name} the plan costs even loads at most 2 % of a step"
-        found.append(goal(text, 1 + (after - before) / even, _COST, True))
-    return found
-
-
-def count(options: argparse.Namespace) -> list[dict]:
-    """Rows of the busiest rank over the mean, and moves, for random choices."""
-    rows = []
+def count_point(options) -> Point:
+    """Return rows of the busiest rank over the mean, and moves, for random choices."""
+    tokens, rows = options.tokens or _SHAPE.tokens, {}
     for ranks in (4, 8, 16, 64):
         experts, rng = 8 * ranks, torch.Generator().manual_seed(ranks)
         for name, exponent in _SKEWS.items():
             weight_E = (1.0 + torch.randperm(experts, generator=rng)) ** -exponent
-            drawn = weight_E.multinomial(2 * options.tokens * ranks, True, generator=rng)
-            count_PE = [of.bincount(minlength=experts) for of in drawn.chunk(ranks)]
-            home = BalancePlan(torch.stack(count_PE))
-            plan = plan_step(torch.stack(count_PE))
-            before, after = (max(each.load_P) / (2 * options.tokens) for each in (home, plan))
-            rows.append({
-                "ranks": ranks, "experts": experts, "choices": name, "before": before,
-                "after": after, "moves": len(plan.moves),
-            })  # fmt: skip
-    return rows
+            drawn = weight_E.multinomial(2 * tokens * ranks, True, generator=rng)
+            count_PE = torch.stack([of.bincount(minlength=experts) for of in drawn.chunk(ranks)])
+            home, plan = BalancePlan(count_PE), plan_step(count_PE)
+            before, after = (max(each.load_P) / (2 * tokens) for each in (home, plan))
+            row = {"before": before, "after": after, "moves": len(plan.moves)}
+            rows[f"{ranks} ranks, {name}"] = row
+    rows["all"] = {"after": max(row["after"] for row in rows.values())}
+    goals = [Goal("all", "after", 1.05, at_most=True)]
+    return Point("busiest over mean", [], derive=lambda _: rows, goals=goals)
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
+@program(__doc__, OPTIONS)
+def main(options, ranks):
     if options.mode == "count":
-        rows = count(options)
-        worst = max(row["after"] for row in rows)
-        text = f"the busiest rank has at most {_TOLERANCE} times the mean rows"
-        goals = [goal(text, worst, _TOLERANCE, True)]
-        with Report("balance", ranks, options.output, "balance-count") as report:
-            report.finish({"results": rows, "goals": goals}, lambda found: say(table(rows)))
-        return
-    ranks.expect_several()
-    about = {n: getattr(options, n) for n in ("tokens", "model_dim", "hidden_dim", "experts")}
-    how = {"file": f"balance-{ranks.world_size}", "about": about, "goals": goals_of, "warmup": 1}
-    sweep("balance", options, ranks, points(options, ranks), repetitions=9, **how)
-
-
-main = program(__doc__, OPTIONS, run)
+        points, how = [count_point(options)], {"repetitions": 1, "file": "balance-count"}
+    else:
+        ranks.expect(several=True)
+        points, how = time_points(options, ranks), {"repetitions": 9, "warmup": 1}
+        how["about"] = dataclasses.asdict(with_sizes(_SHAPE, options))
+        how["file"] = f"balance-{ranks.world_size}"
+    sweep("balance", options, ranks, points, **how)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ also compared with ``torch.cumsum`` of masks. A known GPU also has predicted tim
 Good on a GPU: dispatch and combine at 80 % of the copy, assign_slots 24 times torch.cumsum.
 """
 
-import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from harness import Case, Goal, Point, call, sweep
-from layers import BACKENDS, DTYPES, PRESETS, SIZES, LayerShape, choose_shape, why_not_run
+from layers import BACKENDS, DTYPES, PRESET, SIZES, LayerShape, choose_shape, why_not_run
 from predict import CUMSUM, beside, fewest_bytes, rates_of
-from program import Ranks, program, words
+from program import program, words
 from torch import Tensor
 
 from fairseq_tutel import ops
@@ -34,19 +32,10 @@ GOALS = [
     Goal("assign_slots (triton)", _FASTER, 24.0),
 ]
 OPTIONS = {
-    "preset": (str, "default: meta-1.1t on a GPU, cpu on a CPU"),
+    **PRESET,
     **SIZES,
     "backends": (words, "default: those that the device can run", BACKENDS),
 }
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One operator: its function, and one tuple of arguments per input set."""
-
-    name: str
-    call: Callable[..., object]
-    inputs: Sequence[tuple] = field(repr=False)
 
 
 def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
@@ -64,18 +53,19 @@ def bias_gelu_bwd(d: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return d_h, d_h.sum(1)
 
 
-def make_kernels(
-    shape: LayerShape, device: torch.device, seed: int, sets: int
-) -> tuple[list[Kernel], float]:
+def make_kernels(shape: LayerShape, device, seed: int, sets: int) -> tuple[dict, float]:
     """Return all operators at the sizes of one layer, and the share of rows that hold a token.
 
     Args:
         sets: input sets; more of them than fit into the cache.
+
+    Returns:
+        name -> (function, arguments of each set); share.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     T, E, K, M = shape.tokens, shape.experts, shape.top_k, shape.model_dim
-    local, C = shape.local_experts(1), shape.capacity
-    N = shape.rows(1) // local
+    local, C = shape.local_experts, shape.capacity
+    N = shape.rows // local
     own = torch.ops.fairseq_tutel
 
     def draw(*size, dtype=DTYPES[shape.dtype]):
@@ -92,90 +82,79 @@ def make_kernels(
 
     logits = draw(T, E, dtype=torch.float32)
     chosen = [ops.topk_gating(x, K)[:2] for x in logits]
-    slots = [ops.assign_slots(expert, E) for expert, _ in chosen]
+    experts = [expert for expert, _ in chosen]
+    slots = [ops.assign_slots(expert, E) for expert in experts]
     maps = [rows_of(*pair, *slot) for pair, slot in zip(chosen, slots, strict=True)]
     row, pair, weight = ([each[i] for each in maps] for i in range(3))
     tokens, grads, rows = draw(T, M), draw(T, M), draw(E * C, M)
     hidden, d_hidden = draw(local, N, shape.hidden_dim), draw(local, N, shape.hidden_dim)
     bias = draw(local, shape.hidden_dim)
     # fairseq's way of the slots, on the 0/1 masks of all choices
-    masks = [torch.nn.functional.one_hot(expert.t().flatten().long(), E) for expert, _ in chosen]
+    masks = [torch.nn.functional.one_hot(expert.t().flatten().long(), E) for expert in experts]
 
     def gradients(*arguments):
         return own.combine_bwd(*arguments, None, None, True, True, False)
 
-    kernels = [
-        ("topk_gating", lambda x: own.topk_gating(x, K, None, None), (logits,)),
-        ("topk_gating bwd", own.topk_gating_bwd, zip(*map(gating_gradients, logits), strict=True)),
-        ("assign_slots", lambda x: ops.assign_slots(x, E), ([expert for expert, _ in chosen],)),
-        ("assign_rows", rows_of, (*zip(*chosen, strict=True), *zip(*slots, strict=True))),
-        ("dispatch", ops.dispatch, (tokens, row, pair)),
-        ("dispatch bwd", own.dispatch_bwd, (rows, row)),
-        ("combine", ops.combine, (rows, row, pair, weight)),
-        ("combine bwd", gradients, (grads, rows, row, pair, weight)),
-        ("bias_act gelu", bias_gelu, (hidden, bias)),
-        ("bias_act gelu bwd", bias_gelu_bwd, (d_hidden, hidden, bias)),
-        (CUMSUM, lambda x: torch.cumsum(x, dim=0) - 1, (masks,)),
-    ]
+    kernels = {
+        "topk_gating": (lambda x: own.topk_gating(x, K, None, None), (logits,)),
+        "topk_gating bwd": (own.topk_gating_bwd, zip(*map(gating_gradients, logits), strict=True)),
+        "assign_slots": (lambda x: ops.assign_slots(x, E), (experts,)),
+        "assign_rows": (rows_of, (*zip(*chosen, strict=True), *zip(*slots, strict=True))),
+        "dispatch": (ops.dispatch, (tokens, row, pair)),
+        "dispatch bwd": (own.dispatch_bwd, (rows, row)),
+        "combine": (ops.combine, (rows, row, pair, weight)),
+        "combine bwd": (gradients, (grads, rows, row, pair, weight)),
+        "bias_act gelu": (bias_gelu, (hidden, bias)),
+        "bias_act gelu bwd": (bias_gelu_bwd, (d_hidden, hidden, bias)),
+        CUMSUM: (lambda x: torch.cumsum(x, dim=0) - 1, (masks,)),
+    }
     full = (pair[0] >= 0).double().mean().item()
-    return [Kernel(name, call, [*zip(*sets)]) for name, call, sets in kernels], full  # noqa: B905
+    by_set = {name: (run, list(zip(*of, strict=True))) for name, (run, of) in kernels.items()}
+    return by_set, full
 
 
-def copy_case(device: torch.device) -> Case:
-    """Return a copy of a large buffer as a case."""
-    size = _COPY_BYTES[device.type]
-    source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
-    target = torch.empty_like(source)
-    return Case("copy", call(lambda: target.copy_(source)))
+def timed(name: str, backend: str, run: Callable, inputs: list[tuple]) -> Case:
+    """Return an operator as a case."""
+    forward = call(lambda number: run(*inputs[number % len(inputs)]))
+    return Case(f"{name} ({backend})", forward, select=lambda: ops.set_backend(backend))
 
 
-def timed(kernel: Kernel, backend: str) -> Case:
-    """Return an operator as a case without gradients."""
-
-    @torch.no_grad()
-    def forward(number):
-        return (kernel.call(*kernel.inputs[number % len(kernel.inputs)]),), ()
-
-    return Case(f"{kernel.name} ({backend})", forward, select=lambda: ops.set_backend(backend))
-
-
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
-    device = ranks.device
+@program(__doc__, OPTIONS)
+def main(options, ranks):
+    device, on_gpu = ranks.device, ranks.device.type == "cuda"
     name, shape = choose_shape(options, options.preset, ranks)
-    backends = options.backends or (BACKENDS if device.type == "cuda" else ["torch"])
+    backends = options.backends or (BACKENDS if on_gpu else ["torch"])
     for backend in backends:
         if reason := why_not_run(backend, shape, device):
             raise ValueError(f"--backends {backend}: {reason}")
     ops.set_backend("torch")
     kernels, full = make_kernels(shape, device, options.seed, sets=3)
     fewest, rates = fewest_bytes(shape, full), rates_of(device)
-    size_of, cases = {}, [copy_case(device)]
-    for kernel in kernels:
-        for backend in ["torch"] if kernel.name == CUMSUM else backends:
-            cases.append(timed(kernel, backend))
-            size_of[cases[-1].name] = fewest[kernel.name]
+    source = torch.empty(_COPY_BYTES[device.type] // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    size_of, cases = {}, [Case("copy", call(lambda _: target.copy_(source)))]
+    for kernel, (run, inputs) in kernels.items():
+        for backend in ["torch"] if kernel == CUMSUM else backends:
+            cases.append(timed(kernel, backend, run, inputs))
+            size_of[cases[-1].name] = fewest[kernel]
 
     def derive(found):
         ms = {case: of["forward"]["p50"] for case, of in found["ms"].items()}
-        per_byte = ms["copy"] / (2 * _COPY_BYTES[device.type])
+        per_byte = ms.pop("copy") / (2 * source.nbytes)
         torchs = ms.get(f"{CUMSUM} (torch)")
         derived = {}
-        for case, size in size_of.items():
-            derived[case] = {"bytes": size, _SHARE: size * per_byte / ms[case]}
-            derived[case] |= beside(ms[case], rates and rates.bytes_ms(size))
+        for case, taken in ms.items():
+            size = size_of[case]
+            derived[case] = {"bytes": size, _SHARE: size * per_byte / taken}
+            derived[case] |= beside(taken, rates and rates.bytes_ms(size))
             if case.startswith("assign_slots") and torchs:
-                derived[case][_FASTER] = torchs / ms[case]
+                derived[case][_FASTER] = torchs / taken
         return derived
 
     about = {"shape": str(shape), "settings": dataclasses.asdict(shape)}
     point = Point(name, cases, about, {}, derive, GOALS, phase="")
-    on_gpu, file = device.type == "cuda", f"kernels-{name}-{device.type}"
-    how = {"repetitions": 100 if on_gpu else 20, "file": file, "about": {"preset": name}}
-    sweep("kernels", options, ranks, [point], **how)
-
-
-main = program(__doc__, OPTIONS, run, PRESETS)
+    how = {"repetitions": 100 if on_gpu else 20, "file": f"kernels-{name}-{device.type}"}
+    sweep("kernels", options, ranks, [point], about={"preset": name}, **how)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,18 @@ decode: a step of generation on a GPU, launched or captured in a CUDA graph. Goo
 takes at most 1.3 times the reading of the experts' weights.
 """
 
-import argparse
 import dataclasses
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
-import harness
 import layers
 import torch
-from harness import Case, Goal, Point, call, sweep
-from layers import ABOUT, DTYPES, EVALUATED, PRESETS, Inputs, LayerShape, choose_shape, make_layer
-from peers import FOLDERS, evaluated_layers
+from harness import Case, Goal, Point, agreement, call, peak_memory, sweep
+from layers import CASES, DTYPES, PRESETS, Inputs, LayerShape, choose_shape, make_layer
+from peers import EVALUATED, FOLDERS, evaluated_layers
 from predict import beside, layer_ms, rates_of
-from program import CLOCK, Ranks, expect_known, numbers, program, words
+from program import CLOCK, expect_known, numbers, program, words
 from record import ROOT, median_ratio
 
 from fairseq_tutel import ops
@@ -42,47 +39,28 @@ _WALL_TOKENS, _WALL_CALLS = 4096, 10  # up to so many tokens launches matter
 _DECODE = LayerShape(1, 2048, 8192, experts=8, dtype="bfloat16")
 _DECODE_EXPERTS = [8, 64]
 _NEAR_ROOFLINE, _FROM_TOKENS = 1.3, 8  # goal of captured steps, and tokens from which it holds
-# mode -> numbers of tokens, and those of a rehearsal
-TOKENS = {
-    "train": ([], []),
-    "eval": ([1, 4, 16, 64, 256, 1024], [4, 16]),
-    "curve": ([512, 1024, 2048, 4096, 8192], [32, 64]),
-    "decode": ([1, 8, 64, 512], [1, 8]),
-}
-OPTIONS = {
-    "mode": ("train", "what to measure", TOKENS),
-    "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)"),
-    "backends": (words, f"cases of train ({', '.join(ABOUT)}) or eval ({', '.join(EVALUATED)})"),
-    "eval-tokens": (numbers, "numbers of tokens in eval, curve and decode"),
-    "output": (str, "JSON file (default: in runs/bench); {preset} stands for the preset's name"),
-    **layers.SIZES,
-    **FOLDERS,
-    **CLOCK,
-}
 
 
-def train(options: argparse.Namespace, given: str | None, ranks: Ranks) -> None:
-    """Measure forward and backward passes of one preset."""
-    device, on_gpu = ranks.device, ranks.device.type == "cuda"
-    name, shape = choose_shape(options, given, ranks)
-    names = options.backends or [case for case in ABOUT if on_gpu or case != "triton"]
-    expect_known("backends", names, list(ABOUT))
+def train_point(name, shape, names, options, ranks) -> Point:
+    """Return forward and backward passes of some of CASES."""
+    device, on_gpu, alone = ranks.device, ranks.device.type == "cuda", ranks.world_size == 1
     groups = build_groups(shape.experts, simulate_world_size=shape.simulated_ranks)
     layer = make_layer(shape, device, options.seed, groups=groups).train()
     inputs = Inputs(shape, device, options.seed, groups.rank)
     skipped = ranks.agree({name: layers.why_not_run(name, shape, device) for name in names})
-    kept = [name for name in ABOUT if name in names and name not in skipped]
+    kept = [name for name in CASES if name in names and name not in skipped]
     cases = layers.make_cases(kept, layer, shape, inputs)
-    if ranks.world_size == 1:  # else all take part or none
-        cases = harness.those_that_fit(cases, device, skipped)
-    whole = [case for case in cases if case.name not in layers.FLOORS]
-    errors = harness.agreement(whole, inputs.x, layers.AGREEMENT[shape.dtype])
-    memory = {case.name: harness.peak_memory(case, device) for case in cases}
     sizes = {"capacity": shape.capacity, "local_experts": groups.num_local_experts}
-    settings = {**dataclasses.asdict(shape), **sizes, "rows": shape.rows(ranks.world_size)}
-    about = {"shape": str(shape), "settings": settings, "rms_error_ratio": errors}
-    rates = rates_of(device) if ranks.world_size == 1 else None
+    about = {"shape": str(shape), "settings": {**dataclasses.asdict(shape), **sizes}}
+    memory: dict[str, int | None] = {}
+    rates = rates_of(device) if alone else None
     predicted = layer_ms(shape, rates) if rates else {}
+
+    def check(cases):
+        whole = [case for case in cases if case.name not in layers.FLOORS]
+        errors = agreement(whole, inputs.x, layers.AGREEMENT[shape.dtype])
+        memory.update({case.name: peak_memory(case, device) for case in cases})
+        return {"rms_error_ratio": errors}
 
     def derive(found):
         return {
@@ -94,70 +72,64 @@ def train(options: argparse.Namespace, given: str | None, ranks: Ranks) -> None:
     # goals of a preset hold on the device that it is for
     own = PRESETS[name].at_most if name in PRESETS and name.startswith("cpu") != on_gpu else {}
     goals = [Goal(case, "this/that", bound, True) for case, bound in own.items()]
+    return Point(name, cases, about, skipped, derive, goals, check)
+
+
+def train(options, preset, ranks) -> None:
+    """Measure one preset."""
+    on_gpu = ranks.device.type == "cuda"
+    name, shape = choose_shape(options, preset, ranks)
+    names = options.backends or [case for case in CASES if on_gpu or case != "triton"]
+    expect_known("backends", names, CASES)
     launches = on_gpu and shape.tokens <= _WALL_TOKENS and ranks.world_size == 1
-    sweep(
-        "layer",
-        options,
-        ranks,
-        [Point(name, cases, about, skipped, derive, goals)],
-        repetitions=50 if on_gpu else 20,
-        file=f"layer-{name}-{device.type}",
-        about={"preset": name},
-        calls=_WALL_CALLS if launches else 0,
-    )
+    how = {"repetitions": 50 if on_gpu else 20, "calls": _WALL_CALLS if launches else 0}
+    how |= {"file": f"layer-{name}-{ranks.device.type}", "about": {"preset": name}}
+    sweep("layer", options, ranks, [train_point(name, shape, names, options, ranks)], **how)
 
 
-def tokens_of(options: argparse.Namespace) -> list[int]:
-    """Return the numbers of tokens of a mode."""
-    return options.eval_tokens or TOKENS[options.mode][options.tiny]
-
-
-def curve_points(shape: LayerShape, options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
+def curve_points(shape, tokens, options, ranks) -> Iterator[Point]:
     """Yield this layer and the dense formulation on each number of tokens."""
     from fairseq_tutel.plan import layer as plan  # needs fairseq, as no other mode does
     from fairseq_tutel.plan.hardware import load_hardware
 
-    backend = "triton" if ranks.device.type == "cuda" else "torch"
-    cpu = load_hardware(ROOT / "configs", "cpu")
-    for tokens in tokens_of(options):
-        of_tokens = dataclasses.replace(shape, tokens=tokens)
-        layer = make_layer(of_tokens, ranks.device, options.seed)
-        inputs = Inputs(of_tokens, ranks.device, options.seed)
-        planned = plan.LayerShape(
-            *(tokens, shape.model_dim, shape.hidden_dim, shape.experts, 1, shape.top_k),
-            element=DTYPES[shape.dtype].itemsize,
-        )
+    on_gpu = ranks.device.type == "cuda"
+    backend, cpu = "triton" if on_gpu else "torch", load_hardware(ROOT / "configs", "cpu")
+    sizes = (shape.model_dim, shape.hidden_dim, shape.experts, 1, shape.top_k)
+    for count in tokens:
+        of_tokens = dataclasses.replace(shape, tokens=count)
+        point = train_point(f"{count} tokens", of_tokens, [backend, "dense"], options, ranks)
+        point.about["tokens"] = count
+        planned = plan.LayerShape(count, *sizes, element=DTYPES[shape.dtype].itemsize)
         this, dense = (plan.layer_time(planned, cpu, dense=dense) for dense in (False, True))
-        predicted = {} if ranks.device.type == "cuda" else {"predicted": dense / this}
+        predicted = {} if on_gpu else {"predicted": dense / this}
 
         def derive(found, predicted=predicted):
+            if "dense" not in found["ms"]:
+                return {}
             return {"dense": {"times longer": median_ratio(found, "dense", backend), **predicted}}
 
-        cases = layers.make_cases([backend, "dense"], layer, of_tokens, inputs)
-        yield Point(f"{tokens} tokens", cases, {"tokens": tokens}, derive=derive)
+        point.derive = derive
+        yield point
 
 
-def eval_points(shape: LayerShape, options: argparse.Namespace) -> Iterator[Point]:
+def eval_points(shape, tokens, options, ranks) -> Iterator[Point]:
     """Yield all layers on each number of tokens."""
     names = options.backends or list(EVALUATED)
-    expect_known("backends", names, list(EVALUATED))
+    expect_known("backends", names, EVALUATED)
     ops.set_backend("torch")
     torch.manual_seed(options.seed)
+    shape = dataclasses.replace(shape, dtype="float32")
     layer = make_layer(shape, torch.device("cpu")).eval()
     generator = torch.Generator().manual_seed(options.seed)
 
     def case(name, run, x):
-        @torch.no_grad()
-        def forward(number):
-            return (run(x[number % len(x)]),), ()
+        return Case(name, call(lambda number: run(x[number % len(x)])))
 
-        return Case(name, forward)
-
-    for tokens in tokens_of(options):
-        of_tokens = dataclasses.replace(shape, tokens=tokens)
+    for count in tokens:
+        of_tokens = dataclasses.replace(shape, tokens=count)
         made, missing = evaluated_layers(of_tokens, layer, ["layer", *names], options)
-        x = torch.randn(3, tokens, shape.model_dim, generator=generator).unbind()
-        yield Point(f"{tokens} tokens", [case(*each, x) for each in made.items()], {}, missing)
+        x = torch.randn(3, count, shape.model_dim, generator=generator).unbind()
+        yield Point(f"{count} tokens", [case(*each, x) for each in made.items()], {}, missing)
 
 
 @torch.no_grad()
@@ -176,23 +148,24 @@ def captured(layer: MoELayer, x: torch.Tensor) -> torch.cuda.CUDAGraph:
 
 def decode_point(layer: MoELayer, tokens: int, copied: torch.Tensor) -> Point:
     """Return a call on so many tokens, and a copy of a large buffer for the memory's bandwidth."""
-    weight = layer.experts.fc1_weight
+    weight, experts = layer.experts.fc1_weight, layer.config.num_experts
     x = torch.randn(tokens, weight.shape[-1], device=weight.device, dtype=weight.dtype)
     target = torch.empty_like(copied)
-    eager = torch.no_grad()(lambda: layer(x))
-    cases, missing = [Case("eager", call(eager))], {"captured": "CUDA graphs need a GPU"}
-    if weight.is_cuda:
-        missing.clear()
-        try:
-            cases.append(Case("captured", call(captured(layer, x).replay)))
-        except RuntimeError as error:
-            missing["captured"] = str(error).splitlines()[0]
-    cases.append(Case("copy", call(lambda: target.copy_(copied))))
+    cases = [Case("eager", call(lambda _: layer(x)))]
+    missing = {}
+    try:
+        if not weight.is_cuda:
+            raise RuntimeError("CUDA graphs need a GPU")
+        graph = captured(layer, x)
+        cases.append(Case("captured", call(lambda _: graph.replay())))
+    except RuntimeError as error:
+        missing["captured"] = str(error).splitlines()[0]
+    cases.append(Case("copy", call(lambda _: target.copy_(copied))))
     with torch.no_grad():
         _, aux = layer(x, return_aux=True)
     used = float((aux.num_kept_per_expert_E > 0).double().mean())
     weights = used * sum(param.nbytes for param in layer.experts.parameters())
-    about = {"experts": layer.config.num_experts, "tokens": tokens, "weight_bytes": weights}
+    about = {"experts": experts, "tokens": tokens, "weight_bytes": weights}
     rates = rates_of(weight.device)
 
     def derive(found):
@@ -205,46 +178,56 @@ def decode_point(layer: MoELayer, tokens: int, copied: torch.Tensor) -> Point:
             for name, of in ms.items()
         }
 
-    name = f"{layer.config.num_experts} experts, {tokens}"
-    goals = [Goal("captured", "over reading of weights", _NEAR_ROOFLINE, True)]
-    if tokens < _FROM_TOKENS:
-        goals.clear()
-    return Point(name, cases, about, missing, derive, goals)
+    goal = Goal("captured", "over reading of weights", _NEAR_ROOFLINE, True)
+    goals = [goal] if tokens >= _FROM_TOKENS else []
+    return Point(f"{experts} experts, {tokens}", cases, about, missing, derive, goals)
 
 
-def decode_points(options: argparse.Namespace, device: torch.device) -> Iterator[Point]:
+def decode_points(shape, tokens, options, ranks) -> Iterator[Point]:
     """Yield layers of few and many experts, on each number of tokens."""
-    shape = _DECODE.tiny() if options.tiny else _DECODE
-    copied = torch.ones(1 << (16 if options.tiny else 30), dtype=torch.uint8, device=device)
+    shape, size = (_DECODE.tiny(), 1 << 16) if options.tiny else (_DECODE, 1 << 30)
+    copied = torch.ones(size, dtype=torch.uint8, device=ranks.device)
     for experts in [4] if options.tiny else _DECODE_EXPERTS:
         torch.manual_seed(options.seed)
-        layer = make_layer(dataclasses.replace(shape, experts=experts), device).eval()
-        for tokens in tokens_of(options):
-            yield decode_point(layer, tokens, copied)
+        layer = make_layer(dataclasses.replace(shape, experts=experts), ranks.device).eval()
+        for count in tokens:
+            yield decode_point(layer, count, copied)
 
 
-def over_tokens(options: argparse.Namespace, ranks: Ranks) -> None:
+# mode -> points, numbers of tokens, those of a rehearsal, arguments of the sweep
+OVER_TOKENS = {
+    "eval": (eval_points, [1, 4, 16, 64, 256, 1024], [4, 16], {"repetitions": 100}),
+    "curve": (curve_points, [512, 1024, 2048, 4096, 8192], [32, 64], {"repetitions": 7}),
+    "decode": (decode_points, [1, 8, 64, 512], [1, 8], {"repetitions": 30, "calls": _WALL_CALLS}),
+}
+OPTIONS = {
+    "mode": ("train", "what to measure", ("train", *OVER_TOKENS)),
+    "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)", PRESETS),
+    "backends": (words, f"cases of train ({', '.join(CASES)}) or eval ({', '.join(EVALUATED)})"),
+    "eval-tokens": (numbers, "numbers of tokens in eval, curve and decode"),
+    "output": (str, "JSON file (default: in runs/bench); {preset} stands for the preset's name"),
+    **layers.SIZES,
+    **FOLDERS,
+    **CLOCK,
+}
+
+
+def over_tokens(options, ranks) -> None:
     """Measure eval, curve or decode, whose points differ in the number of tokens."""
-    ranks.expect_one()
-    how: dict[str, Any] = {"file": f"decode-{ranks.device.type}"}
-    if options.mode == "decode":
-        points = decode_points(options, ranks.device)
-        sweep("decode", options, ranks, points, repetitions=30, calls=_WALL_CALLS, **how)
-        return
+    ranks.expect(several=False)
     name, shape = choose_shape(options, (options.preset or [None])[0], ranks)
     shape = dataclasses.replace(shape, simulated_ranks=0)
+    if options.mode == "decode":  # which has sizes of its own
+        name, shape = ranks.device.type, _DECODE
+    points, usual, tiny, how = OVER_TOKENS[options.mode]
+    tokens = options.eval_tokens or (tiny if options.tiny else usual)
     about = {"settings": dataclasses.asdict(shape), "clock": options.clock}
-    how = {"file": f"{options.mode}-{name}", "about": about}
-    if options.mode == "curve":
-        points = curve_points(shape, options, ranks)
-        sweep("curve", options, ranks, points, repetitions=7, warmup=1, **how)
-        return
-    about["about"] = EVALUATED
-    points = eval_points(dataclasses.replace(shape, dtype="float32"), options)
-    sweep("layer-eval", options, ranks, points, repetitions=100, **how)
+    found = points(shape, tokens, options, ranks)
+    sweep(options.mode, options, ranks, found, file=f"{options.mode}-{name}", about=about, **how)
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> int:
+@program(__doc__, OPTIONS)
+def main(options, ranks):
     """Measure one mode; exit code 1 if one of several presets failed."""
     if options.mode != "train":
         over_tokens(options, ranks)
@@ -262,9 +245,6 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
             traceback.print_exc()  # the next shape may run
             failed = True
     return int(failed)
-
-
-main = program(__doc__, OPTIONS, run, PRESETS)
 
 
 if __name__ == "__main__":

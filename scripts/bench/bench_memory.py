@@ -10,15 +10,14 @@ lean keeps half (gated: 0.6) and takes at most 1.05 times the time; minimal keep
 at most 1.4 times.
 """
 
-import argparse
 import dataclasses
 import sys
 from functools import partial
 
 import torch
 from harness import Case, Goal, Point, sweep
-from layers import PRESETS, SIZES, Inputs, LayerShape, choose_shape, make_layer
-from program import Ranks, program
+from layers import PRESET, SIZES, Inputs, choose_shape, make_layer
+from program import program
 from record import median_ratio
 from torch.utils.checkpoint import checkpoint
 
@@ -34,11 +33,7 @@ MODES = {
     "minimal": ("minimal", "same"),
     "checkpoint": ("fast", "same"),
 }
-OPTIONS = {
-    "preset": (str, "a preset of bench_layer.py (default: meta-1.1t on a GPU, cpu on a CPU)"),
-    "overlap": (1, "chunks in which rows travel between ranks"),
-    **SIZES,
-}
+OPTIONS = {**PRESET, "overlap": (1, "chunks in which rows travel between ranks"), **SIZES}
 
 
 def kept_bytes(case: Case, leaves: set[torch.Tensor]) -> int:
@@ -56,14 +51,13 @@ def kept_bytes(case: Case, leaves: set[torch.Tensor]) -> int:
     return sum(size for pointer, size in sizes.items() if pointer not in known)
 
 
-def memory_point(
-    shape: LayerShape, network: str, device: torch.device, seed: int, **options: object
-) -> Point:
+def memory_point(shape, network, options, device) -> Point:
     """Return each activation_memory, and a checkpointed layer, on the same tokens."""
-    inputs, kept, cases = Inputs(shape, device, seed), {}, []
+    inputs, kept, cases = Inputs(shape, device, options.seed), {}, []
+    how = {"expert_network": network, "exchange": ExchangeConfig(overlap_degree=options.overlap)}
     for name, (mode, storage) in MODES.items():
-        given = {"activation_memory": mode, "activation_storage": storage, **options}
-        layer = make_layer(shape, device, seed, expert_network=network, **given)
+        how |= {"activation_memory": mode, "activation_storage": storage}
+        layer = make_layer(shape, device, options.seed, **how)
         run = partial(checkpoint, layer, use_reentrant=False) if name == "checkpoint" else layer
         cases.append(inputs.case(name, run, layer.parameters()))
         kept[name] = kept_bytes(cases[-1], inputs.leaves)
@@ -87,17 +81,13 @@ def memory_point(
     return Point(network, cases, {"shape": str(shape)}, {}, derive, goals)
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
+@program(__doc__, OPTIONS)
+def main(options, ranks):
     name, shape = choose_shape(options, options.preset, ranks)
-    how = {"exchange": ExchangeConfig(overlap_degree=options.overlap)}
     about = {"settings": {**dataclasses.asdict(shape), "overlap": options.overlap}}
-    device, file = ranks.device, f"memory-{name}-{ranks.device.type}"
-    points = (memory_point(shape, each, device, options.seed, **how) for each in NETWORKS)
-    sweep("memory", options, ranks, points, repetitions=20, file=file, about=about, warmup=1)
-
-
-main = program(__doc__, OPTIONS, run, PRESETS)
+    how = {"repetitions": 20, "warmup": 1, "file": f"memory-{name}-{ranks.device.type}"}
+    points = (memory_point(shape, network, options, ranks.device) for network in NETWORKS)
+    sweep("memory", options, ranks, points, about=about, **how)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Threads of one process may be slower than those of the next (51 or 72 ms for the
 data of its own, and the intervals are of their medians.
 """
 
-import argparse
 import dataclasses
 import importlib.metadata
 import itertools
@@ -26,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Point, show, sweep
+from harness import Point, sweep
 from layers import PEER_SHAPES, Inputs, make_cases, make_layer
 from peers import FOLDERS, gated_layer, peers_of
-from program import Ranks, Report, program, words
-from record import median_interval, percentiles, say
+from program import program, words
+from record import Report, median_interval, percentiles, say
 
 _NOT_SLOWER = 1.02
 # what each peer is compared with: this layer with a capacity, without dropping, with gated experts
@@ -51,46 +50,44 @@ OPTIONS = {
 }
 
 
-def points(names: list[str], options: argparse.Namespace, ranks: Ranks) -> Iterator[Point]:
-    """Yield this layer and one peer, for each shape and peer."""
+def points(name, options, ranks) -> Iterator[Point]:
+    """Yield this layer and one peer, for each peer at one shape."""
     device, seed = ranks.device, options.seed
-    for name in names:
-        tiny = {"tokens": 256, "model_dim": 16, "hidden_dim": 48} if options.tiny else {}
-        shape = dataclasses.replace(PEER_SHAPES[name], **tiny)
-        torch.manual_seed(seed)
-        peers, missing = peers_of(shape, options.tutel, options.meta, options.transformers)
-        gated, inputs = gated_layer(shape, seed), Inputs(shape, device, seed)
-        padded, dropless = (make_layer(shape, device, seed, capacity_factor=f) for f in (1.0, 0.0))
-        with_capacity, experts = make_cases(["torch", "experts"], padded, shape, inputs)
-        (without,) = make_cases(["torch"], dropless, shape, inputs)
-        ours = {
-            "padded": with_capacity,
-            "dropless": without,
-            "gated": inputs.case("gated", gated.run, gated.module.parameters()),
-        }
-        theirs = {"experts": experts}
-        for peer, made in peers.items():
-            theirs[peer] = inputs.case(peer, made.run, made.module.parameters())
+    tiny = {"tokens": 256, "model_dim": 16, "hidden_dim": 48} if options.tiny else {}
+    shape = dataclasses.replace(PEER_SHAPES[name], **tiny)
+    torch.manual_seed(seed)
+    peers, missing = peers_of(shape, options.tutel, options.meta, options.transformers)
+    gated, inputs = gated_layer(shape, seed), Inputs(shape, device, seed)
+    padded, dropless = (make_layer(shape, device, seed, capacity_factor=f) for f in (1.0, 0.0))
+    with_capacity, experts = make_cases(["torch", "experts"], padded, shape, inputs)
+    (without,) = make_cases(["torch"], dropless, shape, inputs)
+    ours = {
+        "padded": with_capacity,
+        "dropless": without,
+        "gated": inputs.case("gated", gated, gated.parameters()),
+    }
+    theirs = {"experts": experts}
+    for peer, made in peers.items():
+        theirs[peer] = inputs.case(peer, made.run, made.module.parameters())
+    for peer, their in theirs.items():
+        mine = dataclasses.replace(ours[PEERS[peer]], name=PEERS[peer])
+        left_out = missing if peer == "experts" else {}  # said once
         about = {"shape": dataclasses.asdict(shape)}
-        for peer, their in theirs.items():
-            mine = dataclasses.replace(ours[PEERS[peer]], name=PEERS[peer])
-            left_out = missing if peer == "experts" else {}  # said once
-            yield Point(f"{name}: {peer}", [mine, their], about, left_out, verdict_of)
+        yield Point(f"{name}: {peer}", [mine, their], about, left_out, verdict_of)
 
 
 def verdict_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return for each peer whether this layer is shown to be not slower."""
     over = found["this_over"]
-    return {name: {"not slower": over[name][2] < _NOT_SLOWER} for name in over}
+    return {name: {"not slower": high < _NOT_SLOWER} for name, (*_, high) in over.items()}
 
 
-def in_a_process(number: int, options: argparse.Namespace) -> dict[str, Any]:
+def in_a_process(number, options) -> dict[str, Any]:
     """Return the results of a process of its own that measures all shapes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peers.json"
         command = [sys.executable, str(Path(__file__).resolve()), *options.argv]
-        given = {"processes": 1, "seed": options.seed + number, "output": path}
-        command += itertools.chain(*((f"--{key}", str(value)) for key, value in given.items()))
+        command += ["--processes", "1", "--seed", str(options.seed + number), "--output", str(path)]
         status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         if status:
             raise ValueError(f"process {number + 1} ended with {status}: {' '.join(command)}")
@@ -102,21 +99,20 @@ def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the results of processes; ratios are medians of their medians."""
     merged = {}
     for name, first in processes[0].items():
-        all_of = [results[name] for results in processes]
-        ms = {}
+        raw = [results[name]["raw_ms"] for results in processes]
+        ms, over = {}, {}
         for case in first["ms"]:
-            times = itertools.chain(*(of["raw_ms"][case]["both"] for of in all_of))
+            times = itertools.chain(*(of[case]["both"] for of in raw))
             ms[case] = {"both": percentiles(list(times))}
-        over = {}
         for case in first["this_over"]:
-            over[case] = median_interval([of["this_over"][case][1] for of in all_of])
-        merged[name] = {**first, "ms": ms, "this_over": over}
+            medians = [results[name]["this_over"][case][1] for results in processes]
+            over[case] = median_interval(medians)
+        merged[name] = {**first, "ms": ms, "this_over": over, "raw_ms": raw}
         merged[name]["derived"] = verdict_of(merged[name])
-        merged[name]["raw_ms"] = [of["raw_ms"] for of in all_of]
     return merged
 
 
-def versions(options: argparse.Namespace) -> dict[str, str]:
+def versions(options) -> dict[str, str]:
     """Return the commit or version of each peer."""
     found = {}
     for name in FOLDERS:
@@ -131,8 +127,8 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
+@program(__doc__, OPTIONS)
+def main(options, ranks):
     if min(options.processes, options.repetitions) < 1:
         raise ValueError("--processes and --repetitions must be at least 1")
     if 1 < options.processes < 6 and not options.tiny:
@@ -141,18 +137,16 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     about = {"peers": versions(options), "rule": _NOT_SLOWER}
     about |= {"processes": options.processes, "repetitions": options.repetitions}
     if options.processes == 1:
-        found = points(options.shapes or list(PEER_SHAPES), options, ranks)
+        shapes = options.shapes or PEER_SHAPES
+        found = itertools.chain.from_iterable(points(name, options, ranks) for name in shapes)
         sweep("peers", options, ranks, found, repetitions=21, file=file, about=about)
         return
+    report = Report("peers", ranks, options.output or f"runs/bench/{file}.json", **about)
     measured = []
-    with Report("peers", ranks, options.output, file, **about) as report:
-        for number in range(options.processes):
-            measured.append(in_a_process(number, options))
-            report.keep(lambda: {"results": merge(measured)}, ended=True)
-        report.finish({"results": merge(measured)}, show)
-
-
-main = program(__doc__, OPTIONS, run)
+    for number in range(options.processes):
+        measured.append(in_a_process(number, options))
+        report.write({"results": merge(measured)})
+    report.write({"results": merge(measured)}, complete=True)
 
 
 if __name__ == "__main__":

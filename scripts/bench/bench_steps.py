@@ -26,14 +26,12 @@ factors change as in the paper's section 2.3, in turns with the best choice in h
 tuner takes at most 1.10 times as long as that, trials included.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import torch
 from harness import Case, Goal, Point, sweep
 from layers import SIZES, Inputs, LayerShape, make_layer, with_loss, with_sizes
 from peers import FOLDERS, meta_layer
@@ -42,10 +40,11 @@ from record import ROOT, median_ratio
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, possible_r
-from fairseq_tutel.moe import MoELayer, routing_counts
+from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.plan import layer as plan
 from fairseq_tutel.plan.claims.predictions import times_of_r
 from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.training import collect_aux
 from fairseq_tutel.tuning import ExchangeTuner
 from fairseq_tutel.tuning.candidates import TUNABLE, build_choices
 
@@ -54,28 +53,12 @@ _SMALLEST = {
     "linear, fp32": ExchangeConfig(),
     "2dh, fp16, compact": ExchangeConfig("2dh", wire="fp16", wire_compact=True),
 }
-# of each rank; experts are those of all ranks
-SHAPES = {
-    "meta": lambda ranks: LayerShape(2048, 256, 256, 2 * ranks),
-    "share": lambda ranks: LayerShape(1024, 256, 1024, 16 * ranks),
-    "load": lambda ranks: LayerShape(2048, 256, 1024, 4 * ranks, capacity_factor=0.0),
-    "r": lambda ranks: LayerShape(64, 128, 2048, max(1, ranks // 4)),
-    "tuner": lambda ranks: LayerShape(64, 256, 384, 2),
-}
-OPTIONS = {
-    "mode": ("meta", "what to measure", SHAPES),
-    "utilisation": (numbers, "load: percents of mean over busiest rank (default: 72,89)"),
-    "factors": (numbers, "capacity factors (default: r 1,2,4,8, tuner 1,2,4,2,1 in order)"),
-    "steps": (120, "tuner: steps of a factor"),
-    "meta": FOLDERS["meta"],
-    **{name: given for name, given in SIZES.items() if name not in ("dtype", "simulated-ranks")},
-}
 
 
 class Steps:
     """Layers of one shape, and the tokens and gradients of this rank."""
 
-    def __init__(self, shape: LayerShape, ranks: Ranks, options: argparse.Namespace):
+    def __init__(self, shape: LayerShape, ranks: Ranks, options):
         self.shape, self.ranks, self.options = shape, ranks, options
         placement = "sliced" if options.mode in ("r", "tuner") else "replicated"
         self.groups = build_groups(shape.experts, placement=placement)
@@ -95,13 +78,11 @@ def meta_points(steps: Steps) -> Iterator[Point]:
     """Yield this layer by exchange and overlap degree, and Meta's."""
     if steps.options.meta is None:
         raise ValueError("--mode meta needs --meta DIR, the folder of Meta's layer")
-    layer = steps.layer()
-    choices = [ExchangeConfig(*each) for each in itertools.product(("linear", "2dh"), [0], (1, 4))]
-    layer.prepare_exchanges(choices)
-    cases = [
-        steps.case(f"{each.algorithm} x{each.overlap_degree}", layer, exchange=each)
-        for each in choices
-    ]
+    layer, cases = steps.layer(), []
+    for algorithm, degree in itertools.product(("linear", "2dh"), (1, 4)):
+        exchange = ExchangeConfig(algorithm, overlap_degree=degree)
+        layer.prepare_exchanges([exchange])
+        cases.append(steps.case(f"{algorithm} x{degree}", layer, exchange=exchange))
     cases.append(steps.case("copies", steps.layer(skip_exchange=True)))
     peer = meta_layer(steps.options.meta, steps.shape, None)
     cases.append(steps.inputs.case("meta", peer.run, peer.module.parameters()))
@@ -153,36 +134,30 @@ def shares(percent: float, experts: int, ranks: int) -> str:
 
 def load_points(steps: Steps) -> Iterator[Point]:
     """Yield the same step at each utilisation, the lowest first."""
-    ranks, cases, measured = steps.ranks, [], {}
+    cases, measured = [], {}
     for percent in sorted(steps.options.utilisation or [72, 89]):
-        load = shares(percent, steps.shape.experts, ranks.world_size)
+        load = shares(percent, steps.shape.experts, steps.ranks.world_size)
         layer = steps.layer(benchmark=True, force_load=load)
-        with torch.no_grad():
-            aux = layer(steps.inputs.x[0], return_aux=True)[1]
-        received = routing_counts([aux], steps.groups).received[0]
-        summed = torch.tensor(ranks.sums(received.tolist()))
-        measured[f"{percent} %"] = {"utilisation %": float(100 * summed.mean() / summed.max())}
+        with collect_aux(layer) as aux:
+            layer(steps.inputs.x[0])
+        measured[f"{percent} %"] = aux.utilisation()["moe_util_rank"]
         cases.append(steps.case(f"{percent} %", layer))
     lowest = cases[0].name
 
     def derive(found):
         return {
-            name: {**measured[name], "times faster": median_ratio(found, lowest, name)}
+            name: {
+                "utilisation %": measured[name],
+                "times faster": median_ratio(found, lowest, name),
+            }
             for name in found["ms"]
         }
 
     yield Point(str(steps.shape), cases, derive=derive)
 
 
-def factor_points(
-    steps: Steps,
-    layer: MoELayer,
-    factors: list[int],
-    choices: dict[str, ExchangeConfig],
-    derive: Callable[[int, dict], dict],
-    **how,
-) -> Iterator[Point]:
-    """Yield all choices at each capacity factor."""
+def factor_points(steps, layer, factors, choices, derive, **how) -> Iterator[Point]:
+    """Yield all choices at each capacity factor, which ``derive`` gets first."""
     layer.prepare_exchanges(choices.values())
     for factor in factors:
         cases = [
@@ -267,33 +242,40 @@ def tuner_points(steps: Steps) -> Iterator[Point]:
         yield Point(f"phase {number}, f={factor}", cases, **how)
 
 
-POINTS = {
-    "meta": meta_points,
-    "share": share_points,
-    "load": load_points,
-    "r": r_points,
-    "tuner": tuner_points,
+# mode -> points; sizes of each rank, but experts of all ranks
+MODES = {
+    "meta": (meta_points, lambda ranks: LayerShape(2048, 256, 256, 2 * ranks)),
+    "share": (share_points, lambda ranks: LayerShape(1024, 256, 1024, 16 * ranks)),
+    "load": (load_points, lambda ranks: LayerShape(2048, 256, 1024, 4 * ranks, 2, 0.0)),
+    "r": (r_points, lambda ranks: LayerShape(64, 128, 2048, max(1, ranks // 4))),
+    "tuner": (tuner_points, lambda ranks: LayerShape(64, 256, 384, 2)),
+}
+OPTIONS = {
+    "mode": ("meta", "what to measure", MODES),
+    "utilisation": (numbers, "load: percents of mean over busiest rank (default: 72,89)"),
+    "factors": (numbers, "capacity factors (default: r 1,2,4,8, tuner 1,2,4,2,1 in order)"),
+    "steps": (120, "tuner: steps of a factor"),
+    "meta": FOLDERS["meta"],
+    **{name: given for name, given in SIZES.items() if name not in ("dtype", "simulated-ranks")},
 }
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
-    ranks.expect_several()
-    shape = SHAPES[options.mode](ranks.world_size)
+@program(__doc__, OPTIONS)
+def main(options, ranks):
+    ranks.expect(several=True)
+    points_of, shape_of = MODES[options.mode]
+    shape = shape_of(ranks.world_size)
     if options.tiny:
         shape = dataclasses.replace(shape, tokens=128, model_dim=16, hidden_dim=32)
         options.steps = min(options.steps, 5)
     shape = with_sizes(shape, options)
-    steps = Steps(shape, ranks, options)
-    about = {"mode": options.mode, "settings": dataclasses.asdict(shape)}
+    points = points_of(Steps(shape, ranks, options))
     how = {"repetitions": 10, "warmup": 2}
     if options.mode == "tuner":
         how = {"repetitions": 5, "warmup": 0}  # trials count
+    how["about"] = {"mode": options.mode, "settings": dataclasses.asdict(shape)}
     file = f"steps-{options.mode}-{ranks.world_size}"
-    sweep("steps", options, ranks, POINTS[options.mode](steps), file=file, about=about, **how)
-
-
-main = program(__doc__, OPTIONS, run)
+    sweep("steps", options, ranks, points, file=file, **how)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,25 @@ Good: the ratio is near that of the operations of matrix products, which falls a
 No ratio means anything without their number.
 """
 
-import argparse
 import copy
 import dataclasses
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from dense_reference import DenseMoE
-from harness import Case, Point, agreement, sweep, those_that_fit
+from harness import Case, Point, agreement, sweep
 from layers import DTYPES, LayerShape, masks_have_no_room
-from program import CLOCK, Ranks, numbers, program
+from program import CLOCK, numbers, program
 from record import ROOT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from fairseq_tutel.moe.model import moe_layers
+from fairseq_tutel.training import collect_aux
+
+sys.path.append(str(ROOT / "scripts" / "examples" / "swin_moe"))
+import model as swin  # noqa: E402
 
 _INPUTS = 2  # sets of images that take turns
 _AUX_WEIGHT = 0.01
@@ -48,18 +51,14 @@ class Preset(NamedTuple):
     dtype: str = "float32"
 
 
-_GPU_IMAGES = (16, 32, 64, 128)
+_GPU = (32, (16, 32, 64, 128), "bfloat16")
 PRESETS = {
     "small": Preset("S, 8 experts, fp32: 2 CPU cores", "small", 8, (8, 16, 32)),
-    "small-32": Preset(
-        "S, 32 experts on one rank, bf16 autocast: a GPU", "small", 32, _GPU_IMAGES, "bfloat16"
-    ),
-    "base-32": Preset(
-        "B, 32 experts on one rank, bf16 autocast: a GPU", "base", 32, _GPU_IMAGES, "bfloat16"
-    ),
+    "small-32": Preset("S, 32 experts on one rank, bf16 autocast: a GPU", "small", *_GPU),
+    "base-32": Preset("B, 32 experts on one rank, bf16 autocast: a GPU", "base", *_GPU),
 }
 OPTIONS = {
-    "preset": (str, "default: small-32 on a GPU, small on a CPU"),
+    "preset": (str, "default: small-32 on a GPU, small on a CPU", PRESETS),
     "images": (numbers, "per rank, in place of the preset's"),
     "modes": (list(PASSES), "what to measure", PASSES),
     "without-dense-model": (False, "leave out the dense model"),
@@ -68,18 +67,8 @@ OPTIONS = {
 }
 
 
-def example(name: str) -> ModuleType:
-    """Import a module of scripts/examples/swin_moe, whose files are programs, not a package."""
-    folder = str(ROOT / "scripts" / "examples" / "swin_moe")
-    sys.path.insert(0, folder)
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(folder)
-
-
-def sparse_layers(config, images: int, dtype: str = "float32") -> list[LayerShape]:
-    """Return the layers with experts of a ``SwinConfig`` on one rank."""
+def sparse_layers(config: swin.SwinConfig, images: int, dtype: str = "float32") -> list[LayerShape]:
+    """Return the layers with experts on one rank."""
     found = []
     how = {"top_k": config.moe["top_k"], "capacity_factor": config.moe["capacity_factor"]}
     for stage, blocks in enumerate(config.moe_blocks):
@@ -90,58 +79,39 @@ def sparse_layers(config, images: int, dtype: str = "float32") -> list[LayerShap
     return found
 
 
-def counted_ratio(ours: Case, masks: Case, layers: Sequence[LayerShape], mode: str) -> float:
-    """Operations of this layer's model over those of the dense formulation's, for padded rows.
+def counted_ratio(ours: Case, masks: Case, layers: list[LayerShape], mode: str) -> float:
+    """Return operations of this layer's model over those of the dense formulation's.
 
-    torch counts all products but the experts', which both have.
+    torch counts all products but the experts' with padded rows, which both have.
     """
+    experts = sum(4 * shape.rows * shape.model_dim * shape.hidden_dim for shape in layers)
     found = []
     for case in (ours, masks):
         case.begin()
         with FlopCounterMode(display=False) as counter:
             case.run()
-        found.append(counter.get_total_flops())
-    experts = sum(4 * shape.rows() * shape.model_dim * shape.hidden_dim for shape in layers)
-    experts *= PASSES[mode]
-    return (found[0] + experts) / (found[1] + experts)
-
-
-class Recording(nn.Module):
-    """A layer whose aux loss is kept in training."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer, self.loss = layer, 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return self.layer(x)
-        y, aux = self.layer(x, return_aux=True)
-        self.loss = aux.loss
-        return y
+        found.append(counter.get_total_flops() + PASSES[mode] * experts)
+    return found[0] / found[1]
 
 
 def build_models(preset: Preset, device: torch.device, *, tiny: bool, seed: int):
     """Return the sparse model's config, and the models by case; two of them share weights."""
-    model = example("model")
-    config = model.PRESETS["tiny" if tiny else preset.model]
+    config = swin.PRESETS["tiny" if tiny else preset.model]
     routing = {"gate_noise": 0.0, "batch_prioritized": False, "load_importance_loss": False}
     sizes = {"num_experts": 4 if tiny else preset.experts, "moe": {**config.moe, **routing}}
     config = dataclasses.replace(config, **sizes, drop_path=0.0, moe_dropout=0.0)
     torch.manual_seed(seed)
-    sparse = model.SwinMoE(config).to(device)
+    sparse = swin.SwinMoE(config).to(device)
     # a copy of the modules whose tensors are the same
     same = {id(tensor): tensor for tensor in (*sparse.parameters(), *sparse.buffers())}
     masks = copy.deepcopy(sparse, same)
-    for each, wrap in ((sparse, lambda layer: layer), (masks, DenseMoE)):
-        for stage, blocks in enumerate(config.moe_blocks):
-            for block in (each.layers[stage].blocks[number] for number in blocks):
-                block.mlp = Recording(wrap(block.mlp))
-    dense = model.SwinMoE(model.dense(config)).to(device)
+    for layer in moe_layers(masks).values():
+        layer.forward = DenseMoE(layer).forward
+    dense = swin.SwinMoE(swin.dense(config)).to(device)
     return config, {OURS: sparse, MASKS: masks, DENSE_MODEL: dense}
 
 
-def make_case(name: str, model: nn.Module, config, images: int, mode: str, dtype: str) -> Case:
+def make_case(name, model: nn.Module, config, images: int, mode: str, dtype: str) -> Case:
     """Build a case of one of the models on so many random images."""
     device = next(model.parameters()).device
     draw = torch.Generator(device=device).manual_seed(1)
@@ -149,16 +119,16 @@ def make_case(name: str, model: nn.Module, config, images: int, mode: str, dtype
     x = torch.randn(size, device=device, generator=draw)
     labels = torch.randint(config.classes, (_INPUTS, images), device=device, generator=draw)
     one = torch.ones((), device=device)
-    recorded = [module for module in model.modules() if isinstance(module, Recording)]
 
     def logits_of(number):
         with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32"):
             return model(x[number % _INPUTS])
 
     def train(number):
-        logits = logits_of(number)
+        with collect_aux(model) as aux:
+            logits = logits_of(number)
         loss = nn.functional.cross_entropy(logits.float(), labels[number % _INPUTS])
-        return (loss + _AUX_WEIGHT * sum(module.loss for module in recorded),), (one,)
+        return (loss + _AUX_WEIGHT * aux.loss,), (one,)
 
     @torch.no_grad()
     def infer(number):
@@ -169,33 +139,40 @@ def make_case(name: str, model: nn.Module, config, images: int, mode: str, dtype
     return Case(name, train if training else infer, model.parameters, select)
 
 
-def point_of(
-    models: dict[str, nn.Module], config, images: int, mode: str, dtype: str, count: bool = True
-) -> Point:
+def point_of(models, config, images: int, mode: str, dtype: str, count: bool) -> Point:
     """Return the cases on so many images, and the ratio of their operations if it is counted."""
     parameters = list(models[OURS].patch_embed.parameters())
-    device, names, missing = parameters[0].device, list(models), {}
     layers = sparse_layers(config, images, dtype)
     # one at a time in inference
     largest = layers if mode == "training" else [max(layers, key=lambda shape: shape.mask_bytes)]
-    if reason := masks_have_no_room(largest, device):
-        names.remove(MASKS)
-        missing[MASKS] = reason
-    cases = [make_case(name, models[name], config, images, mode, dtype) for name in names]
-    cases = those_that_fit(cases, device, missing)
-    about: dict[str, Any] = {"mode": mode, "images": images}
-    if {OURS, MASKS}.isdisjoint(missing):
-        if count:
-            about["this_over_masks_by_operations"] = counted_ratio(*cases[:2], layers, mode)
-        limit = _AGREEMENT if dtype == "float32" else float("inf")
-        about["rms_error_ratio"] = agreement(cases[:2], parameters, limit)[MASKS]
-    columns = {"by operations": about.get("this_over_masks_by_operations")}
-    return Point(f"{mode}, {images} images", cases, about, missing, lambda _: {MASKS: columns})
+    reason = masks_have_no_room(largest, parameters[0].device)
+    cases = [
+        make_case(name, model, config, images, mode, dtype)
+        for name, model in models.items()
+        if not (reason and name == MASKS)
+    ]
+    missing = {MASKS: reason} if reason else {}
+    about = {"mode": mode, "images": images}
+
+    def check(cases):
+        pair = [case for case in cases if case.name in (OURS, MASKS)]
+        if len(pair) == 2:
+            if count:
+                about["this_over_masks_by_operations"] = counted_ratio(*pair, layers, mode)
+            limit = _AGREEMENT if dtype == "float32" else float("inf")
+            about["rms_error_ratio"] = agreement(pair, parameters, limit)[MASKS]
+        return about
+
+    def derive(found):
+        columns = {"by operations": about.get("this_over_masks_by_operations")}
+        return {MASKS: columns} if MASKS in found["ms"] else {}
+
+    return Point(f"{mode}, {images} images", cases, about, missing, derive, check=check)
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
-    ranks.expect_one()
+@program(__doc__, OPTIONS)
+def main(options, ranks):
+    ranks.expect(several=False)
     on_gpu = ranks.device.type == "cuda"
     name = options.preset or ("small-32" if on_gpu else "small")
     preset = PRESETS[name]
@@ -219,13 +196,9 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         for mode in options.modes
         for number in images
     )
-    # without the dense model, the comparison has run every case
-    how = {"warmup": int(not options.without_dense_model), "repetitions": 20 if on_gpu else 6}
+    how = {"warmup": 1, "repetitions": 20 if on_gpu else 6}
     file = f"swin-{name}-{ranks.device.type}"
     sweep("swin", options, ranks, points, file=file, about=about, **how)
-
-
-main = program(__doc__, OPTIONS, run, PRESETS)
 
 
 if __name__ == "__main__":

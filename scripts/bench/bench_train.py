@@ -13,18 +13,17 @@ tokens of all ranks count, and the time of the slowest.
 Good: at least 0.90 of the FLOP-matched model's tokens/s, and on a GPU half of its peak.
 """
 
-import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import models
 import torch
 from harness import Case, Goal, Point, free_memory, sweep
 from layers import masks_have_no_room
-from models import PRESETS, VARIANTS, Run, TrainPreset
-from program import Ranks, program, words
+from models import PRESETS, VARIANTS, Run
+from predict import profile_of
+from program import program, words
 from record import ROOT
 
 from fairseq_tutel.plan.hardware import load_hardware
@@ -34,89 +33,69 @@ from fairseq_tutel.plan.work import count_traffic, count_work
 
 _MAX_OVERFLOWS = 20
 _OVER = "tokens/s of this plugin over it"
-_PROFILES = {"H200": "h200", "H100": "h100", "A100": "a100-80g"}  # by a part of the GPU's name
 OPTIONS = {
-    "preset": (str, "default: meta-1.1t-rank on a GPU, x4 on a CPU"),
+    "preset": (str, "default: meta-1.1t-rank on a GPU, x4 on a CPU", PRESETS),
     "override": (words, "KEY=VALUE[,KEY=VALUE] of the preset's config, e.g. model.dropout=0.0"),
     "variants": (words, "default: the preset's", VARIANTS),
     "repetitions": None,  # updates
     "updates": (10, "measured updates of each variant"),
-    "warmup": (2, "updates before those that count"),
+    "warmup": (2, "updates before those that count, at least 1"),
     "one-by-one": (False, "one variant after the other, for models that do not fit together"),
 }
 
 
-def case_of(run: Run, samples: Sequence[dict], losses: list[float]) -> Case:
-    """Return an update, repeated if its loss scale overflows; RuntimeError if it always does."""
+def case_of(variant, build, runs: dict[str, Run], samples, losses: list[float]) -> Case:
+    """Return an update, repeated if its loss scale overflows; RuntimeError if it always does.
+
+    The first update builds the model.
+    """
 
     def forward(number):
+        if variant not in runs:
+            runs[variant] = build(variant)
         for _ in range(_MAX_OVERFLOWS):
-            logged = run.update(samples[number % len(samples)])
+            logged = runs[variant].update(samples[number % len(samples)])
             if "loss" in logged:
                 losses.append(float(logged["loss"]))
                 return (), ()
-        raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({run.variant})")
+        raise RuntimeError(f"{_MAX_OVERFLOWS} updates in a row overflowed ({variant})")
 
-    return Case(run.variant, forward)
+    return Case(variant, forward)
 
 
-def points(
-    groups: Sequence[Sequence[str]],
-    config,
-    goals: Sequence[Goal],
-    options: argparse.Namespace,
-    ranks: Ranks,
-) -> Iterator[Point]:
+def points(groups, config, skipped, goals, options, ranks) -> Iterator[Point]:
     """Yield the variants of each group, built when their turn comes and freed after it."""
-    on_gpu = ranks.device.type == "cuda"
     samples = models.random_samples(config, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
     build_on = ranks.device if config.model.moe_simulate_world_size > 1 else None
+    build = lambda variant: Run(variant, config, build_on)  # noqa: E731
     peak = peak_flops(config, ranks.device)
     speeds: dict[str, float] = {}
     for group in groups:
         runs: dict[str, Run] = {}
         losses: dict[str, list[float]] = {variant: [] for variant in group}
-        point = Point("+".join(group), [], {"losses": losses, "tokens_per_update": tokens})
-        try:
-            for variant in group:
-                runs[variant] = Run(variant, config, build_on)
-                point.cases.append(case_of(runs[variant], samples, losses[variant]))
-        except torch.cuda.OutOfMemoryError:
-            if ranks.world_size > 1:  # the others wait for this one
-                raise
-            point.cases.clear()
-            point.not_run |= dict.fromkeys(group, "it ran out of memory on this GPU")
-        if on_gpu:  # of training, not of building in fp32
-            torch.cuda.reset_peak_memory_stats()
+        cases = [case_of(each, build, runs, samples, losses[each]) for each in group]
 
         def derive(found, runs=runs):
-            derived: dict[str, dict[str, Any]] = {}
-            speeds.update(
-                {name: 1e3 * tokens / ms["forward"]["p50"] for name, ms in found["ms"].items()}
-            )
-            for variant in found["ms"]:
-                columns = {"tokens/s": speeds[variant], "parameters": runs[variant].parameters}
+            derived = {}
+            for variant, ms in found["ms"].items():
+                speed = speeds[variant] = 1e3 * tokens / ms["forward"]["p50"]
+                columns = {"tokens/s": speed, "parameters": runs[variant].parameters}
                 if variant != "moe" and "moe" in speeds:
-                    columns[_OVER] = speeds["moe"] / speeds[variant]
+                    columns[_OVER] = speeds["moe"] / speed
                 if peak:
                     flops = model_flops(models.config_of(variant, config))
-                    columns["MFU"] = flops * speeds[variant] / (peak * ranks.world_size)
-                if on_gpu and len(runs) == 1:
+                    columns["MFU"] = flops * speed / (peak * ranks.world_size)
+                if ranks.device.type == "cuda" and len(runs) == 1:
                     columns["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
                 derived[variant] = columns
             return derived
 
-        point.derive, point.goals = derive, goals
-        yield point
+        about = {"losses": losses, "tokens_per_update": tokens}
+        yield Point("+".join(group), cases, about, skipped, derive, goals)
+        skipped = {}  # said once
         runs.clear()
         free_memory(ranks.device)
-
-
-def goals_of(preset: TrainPreset) -> list[Goal]:
-    """Return the goals of a preset: tokens/s over other variants', and the share of the peak."""
-    found = [Goal(name, _OVER, bound) for name, bound in preset.goals.items()]
-    return [*found, Goal("moe", "MFU", 0.50)]
 
 
 def model_flops(config) -> float:
@@ -128,30 +107,27 @@ def model_flops(config) -> float:
 
 def peak_flops(config, device: torch.device) -> float | None:
     """Return the peak of a GPU in the config's precision; None for an unknown device."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    name = next((profile for part, profile in _PROFILES.items() if part in gpu), None)
-    if name is None:
-        return None
+    profile = profile_of(device)
     half = config.common.fp16 or config.common.bf16
-    return load_hardware(ROOT / "configs", name).flops(2 if half else 4)
+    return profile and load_hardware(ROOT / "configs", profile).flops(2 if half else 4)
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure, print and write."""
+@program(__doc__, OPTIONS)
+def main(options, ranks):
     name = options.preset or ("meta-1.1t-rank" if ranks.device.type == "cuda" else "x4")
     preset = PRESETS[name]
     tiny = preset.tiny(ranks.world_size) if options.tiny else ()
     changes = [*tiny, *(options.override or ())]
     config = models.load_config(preset, changes, ranks)
     variants = options.variants or preset.variants.split()
-    shape = models.layer_shape(config)
-    reasons = {"dense": masks_have_no_room([shape], ranks.device)} if "dense" in variants else {}
-    skipped = ranks.agree(reasons)
+    no_room = masks_have_no_room([models.layer_shape(config)], ranks.device)
+    skipped = ranks.agree({"dense": no_room if "dense" in variants else None})
     variants = [variant for variant in variants if variant not in skipped]
     alone = options.one_by_one or preset.one_by_one
     groups = [[variant] for variant in variants] if alone else [variants]
-    # goals are of the preset as it is
-    goals = [] if changes or ranks.world_size > 1 else goals_of(preset)
+    # tokens/s over other variants', and the share of the peak, of presets as they are
+    goals = [Goal(variant, _OVER, bound) for variant, bound in preset.goals.items()]
+    goals = [] if changes or ranks.world_size > 1 else [*goals, Goal("moe", "MFU", 0.50)]
     shown = f"tiny-{name}" if options.tiny else "custom" if changes else name
     about = {
         "preset": shown,
@@ -162,15 +138,11 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
             "experts": config.model.moe_expert_count,
             "simulated_ranks": config.model.moe_simulate_world_size,
         },
-        "not_run": skipped,
     }
-    how = {"repetitions": options.updates, "warmup": options.warmup, "clock": "wall"}
-    # write after each update: the next one, or the next variant, may be one too many
-    how |= {"file": f"train-{shown}-{ranks.device.type}", "about": about, "seconds_between": 0}
-    sweep("train", options, ranks, points(groups, config, goals, options, ranks), **how)
-
-
-main = program(__doc__, OPTIONS, run, PRESETS)
+    found = points(groups, config, skipped, goals, options, ranks)
+    how = {"repetitions": options.updates, "warmup": max(1, options.warmup), "clock": "wall"}
+    file = f"train-{shown}-{ranks.device.type}"
+    sweep("train", options, ranks, found, file=file, about=about, **how)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,7 @@ _WRITTEN_FOR = {
 class DenseMoE(nn.Module):
     """The dense formulation with the parameters of a ``MoELayer``, callable in its place.
 
-    Args:
-        layer: owner of the gate and the experts, which are shared, not copied.
-
-    Raises:
-        ValueError: the layer has routing options that algorithm 1 does not know, or no fixed
-            capacity.
+    Raises ValueError if the layer has no fixed capacity, or routing that algorithm 1 does not know.
     """
 
     def __init__(self, layer: MoELayer):
@@ -51,38 +46,34 @@ class DenseMoE(nn.Module):
         self.layer = layer
 
     def forward(
-        self, x: Tensor, *, pad_mask=None, step=None, record=None, capacity_factor=None,
-        return_aux: bool = False,
-    ) -> Tensor | tuple[Tensor, MoEAux]:  # fmt: skip
+        self, x: Tensor, *, step=None, return_aux: bool = False, **_
+    ) -> Tensor | tuple[Tensor, MoEAux]:
         """Compute the layer in training mode; ``aux`` has a loss and the load, no more."""
         layer = self.layer
-        if capacity_factor is not None:
-            raise ValueError(f"capacity_factor={capacity_factor}: the dense form has a fixed one")
         x_TM = x.reshape(-1, x.shape[-1])
         if step is None:
             step = sync_step(x_TM.shape[0], layer.step_settings(x.dtype), layer.groups)
         capacity = layer.config.capacity(step.num_tokens, training=True)
         combine_TEC, loss, load_E = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
-        y_TM = self.products(x_TM, combine_TEC.to(x.dtype), combine_TEC.bool())
-        y = y_TM.view(x.shape)
+        y = self.products(x_TM, combine_TEC).view(x.shape)
         load_KE = load_E[None]
         aux = MoEAux(loss, torch.zeros_like(loss), load_KE, load_KE, load_E, x_TM.shape[0])
         return (y, aux) if return_aux else y
 
-    def products(self, x_TM, combine_TEC, mask_TEC):
-        """Algorithm 2, lines 3 to 7, with the all-to-alls that GShard's sharding inserts."""
+    def products(self, x_TM, combine_TEC):
+        """Compute algorithm 2, lines 3 to 7, with the all-to-alls of GShard's sharding."""
         groups = self.layer.groups
         ranks, local = groups.ep_size, groups.num_local_experts
         num_tokens, num_experts, capacity = combine_TEC.shape
         model_dim = x_TM.shape[1]
         # einsum("tec,tm->ecm"), written as the one matrix product that it is
-        mask_TR = mask_TEC.to(x_TM.dtype).view(num_tokens, num_experts * capacity)
+        mask_TR = combine_TEC.bool().to(x_TM.dtype).view(num_tokens, num_experts * capacity)
         rows = self.layer.exchange.dispatch(mask_TR.t() @ x_TM)
         rows = rows.view(ranks, local, capacity, model_dim).transpose(0, 1)
         out = self.layer.experts(ExpertRows(rows.reshape(local, ranks * capacity, model_dim)))
         out = out.view(local, ranks, capacity, model_dim).transpose(0, 1).reshape(-1, model_dim)
         # einsum("tec,ecm->tm")
-        return combine_TEC.view(num_tokens, -1) @ self.layer.exchange.combine(out)
+        return combine_TEC.to(x_TM.dtype).view(num_tokens, -1) @ self.layer.exchange.combine(out)
 
 
 def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,8 +81,6 @@ def gating(logits_TE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor
 
     Args:
         logits_TE: fp32 [T, E], with gradient.
-        top_k: K.
-        capacity: C.
 
     Returns:
         combine weights fp32 [T, E, C], zero but for the slots of each token; balance loss, fp32

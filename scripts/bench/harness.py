@@ -1,4 +1,4 @@
-"""Time and memory of cases that take turns, and what follows from the times.
+"""Time and memory of cases that take turns, their ratios and goals.
 
 Every repetition runs each case once, in an order of its own, so that whatever disturbs the machine
 hits all cases alike. A CPU is timed by the wall clock. A GPU is timed by events behind queued
@@ -9,7 +9,6 @@ Ratios are this layer's time (the first case of a point) over another case's in 
 median of the turns with its 95 % interval.
 """
 
-import argparse
 import ctypes
 import gc
 import itertools
@@ -22,30 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from program import Ranks, Report, goal
-from record import device_name, percentiles, ratio_of_pairs, say, table
+from program import Ranks
+from record import Report, percentiles, ratio_of_pairs
 from torch import Tensor
 
 # writes queued before a measurement on a GPU: about 2 ms of a 4 TB/s memory
 _COVER_BYTES, _COVER_WRITES = 256 << 20, 32
-_NO_MEMORY = "it ran out of memory on this GPU"
 Times = dict[str, dict[str, list[float]]]  # case -> phase -> milliseconds by repetition
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time.
-
-    Attributes:
-        forward: input number -> (outputs, gradients of the outputs); no gradients: forward only.
-        leaves: tensors whose gradients are dropped before every repetition.
-        select: called first, for example to choose a backend.
-    """
+    """Something to time."""
 
     name: str
+    # input number -> (outputs, gradients of the outputs); no gradients: forward only
     forward: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor]]]
-    leaves: Callable[[], Iterable[Tensor]] = tuple
-    select: Callable[[], object] = lambda: None
+    leaves: Callable[[], Iterable[Tensor]] = (
+        tuple  # their gradients are dropped before a repetition
+    )
+    select: Callable[[], object] = lambda: None  # called first, for example to choose a backend
 
     def begin(self) -> None:
         """Prepare one repetition."""
@@ -63,11 +58,12 @@ class Case:
         return outputs
 
 
-def call(function: Callable[[], object]) -> Callable[[int], tuple[tuple, tuple]]:
-    """Make the ``forward`` of a case without outputs."""
+def call(function: Callable[[int], object]) -> Callable[[int], tuple[tuple, tuple]]:
+    """Make the ``forward`` of a case without gradients: a function of the input number."""
 
-    def forward(_):
-        function()
+    @torch.no_grad()
+    def forward(number):
+        function(number)
         return (), ()
 
     return forward
@@ -109,77 +105,47 @@ class _Clock:
 
 
 def time_cases(
-    cases: Sequence[Case],
-    ranks: Ranks,
-    repetitions: int,
-    *,
-    warmup: int = 3,
-    calls: int = 0,
-    clock: str = "device",
-    progress: Callable[[Times], None] = lambda times: None,
-) -> Times:
+    cases, ranks: Ranks, repetitions: int, times: Times, *, warmup=3, calls=0, clock="device"
+) -> None:
     """Measure the milliseconds of every repetition, by case and phase, on this rank.
 
+    Phases are ``forward`` and, with gradients, ``backward`` and their sum ``both``.
+
     Args:
+        times: gets the repetitions, each when all cases have run.
         warmup: repetitions before those that count.
         calls: > 0: add the phase ``wall``, the wall clock of one of so many calls back to back.
         clock: ``device``, ``wall`` or ``processor`` (time of this process on processors).
-        progress: gets all times after each repetition.
-
-    Returns:
-        case -> phase -> ``repetitions`` values; ``both`` is forward plus backward. A case without
-        gradients has ``forward`` only.
     """
     marks, wall = _Clock(clock, ranks.device), _Clock("wall", ranks.device)
-    times: Times = {case.name: {} for case in cases}
-    for number in range(-warmup, repetitions):
-        # the same order on all ranks
-        for case in random.Random(number).sample(cases, len(cases)):
+
+    def measure(case, number):
+        case.begin()
+        ranks.wait()
+        marks.begin()
+        case.run(number % 1024, marks.mark)
+        spans = marks.spans()
+        found = dict(zip(("forward", "backward"), spans, strict=False))
+        if len(spans) == 2:
+            found["both"] = sum(spans)
+        if calls:
             case.begin()
             ranks.wait()
-            marks.begin()
-            case.run(number % 1024, marks.mark)
-            spans = marks.spans()
-            found = dict(zip(("forward", "backward"), spans, strict=False))
-            if len(spans) == 2:
-                found["both"] = sum(spans)
-            if calls:
-                case.begin()
-                ranks.wait()
-                wall.begin()
-                for turn in range(calls):
-                    case.run(turn)
-                wall.mark()
-                found["wall"] = wall.spans()[0] / calls
-            for phase, span in found.items() if number >= 0 else ():
-                times[case.name].setdefault(phase, []).append(span)
-        if number >= 0:
-            progress(times)
+            wall.begin()
+            for turn in range(calls):
+                case.run(turn)
+            wall.mark()
+            found["wall"] = wall.spans()[0] / calls
+        return found
+
+    for number in range(-warmup, repetitions):
+        order = random.Random(number).sample(cases, len(cases))  # the same on all ranks
+        turn = {case.name: measure(case, number) for case in order}
+        for case in cases if number >= 0 else ():
+            for phase, span in turn[case.name].items():
+                times.setdefault(case.name, {}).setdefault(phase, []).append(span)
     for case in cases:
         case.begin()
-    return times
-
-
-def summarise(times: Times, ranks: Ranks, phase: str | None = None) -> dict[str, Any]:
-    """Record the slowest rank's times: percentiles, ratios to the first case. Collective.
-
-    Args:
-        phase: that ratios are of, both passes by default; empty: no ratios.
-    """
-    raw: dict[str, dict[str, list[float]]] = {}
-    ms: dict[str, dict[str, dict[str, float]]] = {}
-    over: dict[str, tuple[float, float, float]] = {}
-    first: list[float] = []
-    for case, phases in times.items():
-        if not phases:
-            continue
-        raw[case] = {name: ranks.slowest(values) for name, values in phases.items()}
-        ms[case] = {name: percentiles(values) for name, values in raw[case].items()}
-        main = raw[case][phase or ("both" if "both" in phases else "forward")]
-        if first and phase != "" and len(main) == len(first):
-            over[case] = ratio_of_pairs(first, main)
-        first = first or main
-    return {"ms": ms, "this_over": over, "raw_ms": raw}
 
 
 @dataclass(frozen=True)
@@ -191,123 +157,123 @@ class Goal:
     bound: float
     at_most: bool = False
 
-    def judge(self, point: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the goal by the record of a point; nothing without the figure."""
+    def judge(self, point: str, found: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the goal with the figure of a point's record; None without the figure."""
         figures = {"this/that": found["this_over"].get(self.case, [None] * 3)[1]}
-        figures |= found["derived"].get(self.case, {})
-        if figures.get(self.column) is None:
-            return []
+        figure = (figures | found["derived"].get(self.case, {})).get(self.column)
+        if figure is None:
+            return None
         bound = f"{'at most' if self.at_most else 'at least'} {self.bound:g}"
         text = f"{point}, {self.case}: {self.column} {bound}"
-        return [goal(text, figures[self.column], self.bound, self.at_most)]
+        reached = figure <= self.bound if self.at_most else figure >= self.bound
+        return {"goal": text, "ratio": figure, "bound": self.bound, "reached": reached}
 
 
 @dataclass
 class Point:
-    """Cases that take turns, the layer itself first.
-
-    Attributes:
-        about: numbers and sizes for the record.
-        not_run: name -> reason of cases that are left out.
-        derive: record of the times -> case -> further columns.
-        goals: bounds of figures of this point.
-        phase: that ratios are of, see :func:`summarise`.
-        repetitions: in place of those of the sweep.
-    """
+    """Cases that take turns, the layer itself first."""
 
     name: str
     cases: list[Case]
-    about: dict[str, Any] = field(default_factory=dict)
-    not_run: dict[str, str] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # numbers and sizes for the record
+    not_run: dict[str, str] = field(default_factory=dict)  # name -> reason of cases left out
+    # record of the times -> case -> further columns
     derive: Callable[[dict[str, Any]], dict[str, dict[str, Any]]] = lambda found: {}
     goals: Sequence[Goal] = ()
-    phase: str | None = None
-    repetitions: int = 0
+    # called with the cases that fit in memory, before they are timed; further ``about``
+    check: Callable[[list[Case]], dict[str, Any]] = lambda cases: {}
+    phase: str = "both"  # that ratios are of; empty: no ratios
+    repetitions: int = 0  # in place of those of the sweep
+
+    def leave_out_what_does_not_fit(self, ranks: Ranks) -> None:
+        """Run each case once; those that find no memory on a GPU are not run again."""
+        for case in list(self.cases):
+            case.begin()
+            ranks.wait()
+            try:
+                case.run()
+            except torch.cuda.OutOfMemoryError:
+                if ranks.world_size > 1:  # the others wait for this one
+                    raise
+                self.cases.remove(case)
+                self.not_run[case.name] = "it ran out of memory on this GPU"
+            case.begin()
+            free_memory(ranks.device)
+
+    def record(self, times: Times, ranks: Ranks) -> dict[str, Any]:
+        """Return the slowest rank's times, ratios and derived columns. Collective."""
+        raw = {
+            case: {phase: ranks.slowest(values) for phase, values in phases.items()}
+            for case, phases in times.items()
+        }
+        ms = {
+            case: {phase: percentiles(values) for phase, values in phases.items()}
+            for case, phases in raw.items()
+        }
+        over = {}
+        if self.phase and raw:
+            first, *others = (phases.get(self.phase, phases["forward"]) for phases in raw.values())
+            ratios = (ratio_of_pairs(first, other) for other in others)
+            over = dict(zip(list(raw)[1:], ratios, strict=True))
+        found = {"ms": ms, "this_over": over, "raw_ms": raw}
+        derived = self.derive(found)
+        return {**self.about, **found, "derived": derived, "not_run": self.not_run}
 
 
 def sweep(
     name: str,
-    options: argparse.Namespace,
+    options,
     ranks: Ranks,
     points: Iterable[Point],
     *,
     repetitions: int,
     file: str = "",
     about: dict[str, Any] | None = None,
-    goals: Callable[[dict[str, Any]], list[dict]] = lambda results: [],
     warmup: int = 3,
-    seconds_between: float = 5.0,
     **how,
-) -> dict[str, Any]:
+) -> None:
     """Measure one point after the other; print and write the record. Collective.
 
     Args:
         name: of the benchmark.
         options: command line, see ``program.COMMON``.
         repetitions: without ``--repetitions``; 2 with ``--tiny``.
-        file: name of the result in runs/bench (default: ``name``).
+        file: name of the result in runs/bench without ``--output``.
         about: further entries of the record.
-        goals: results by point -> further goals (program.goal), for those over several points.
-        seconds_between: two writes of a record that is not complete.
+        warmup: passes before those that count; with 0 a case that finds no memory is an error.
         how: further arguments of :func:`time_cases`.
-
-    Returns:
-        point -> its record.
     """
-    how["clock"] = how.get("clock") or getattr(options, "clock", "device")
-    how["warmup"] = min(warmup, 1) if options.tiny else warmup
+    how.setdefault("clock", getattr(options, "clock", "device"))
+    warmup = min(warmup, 1) if options.tiny else warmup
     usual = 2 if options.tiny else getattr(options, "repetitions", None) or repetitions
-    alone = ranks.world_size == 1  # else a record is a collective call
-    results: dict[str, Any] = {}
-    judged: dict[str, list[dict]] = {}
-
-    def measured() -> dict[str, Any]:
-        return {"results": results, "goals": [*itertools.chain(*judged.values()), *goals(results)]}
-
-    def keep(point: Point, times: Times, ended: bool = False) -> None:
-        found = summarise(times, ranks, point.phase)
-        found["derived"] = point.derive(found)
-        results[point.name] = {**point.about, **found, "not_run": point.not_run}
-        judged[point.name] = [
-            each for bound in point.goals for each in bound.judge(point.name, found)
-        ]
-        report.keep(measured, ended=ended)
-
     about = about or {}
-    output = options.output and str(options.output).replace("{preset}", about.get("preset", ""))
-    with Report(name, ranks, output, file or name, **about) as report:
-        report.seconds_between = seconds_between
-        for point in points:
-            progress = (lambda times, point=point: keep(point, times)) if alone else lambda _: None
-            turns = point.repetitions or usual
-            try:
-                times = time_cases(point.cases, ranks, turns, progress=progress, **how)
-                keep(point, times, ended=True)
-            except torch.cuda.OutOfMemoryError:
-                if not alone:  # the others wait for this one
-                    raise
-                point.not_run |= {case.name: _NO_MEMORY for case in point.cases}
-                keep(point, {}, ended=True)
-            point.cases.clear()
-            free_memory(ranks.device)
-        report.finish(measured(), show)
-    return results
+    output = str(options.output or f"runs/bench/{file}.json")
+    output = output.replace("{preset}", about.get("preset", ""))
+    report = Report(name, ranks, output, **about)
+    measured: dict[str, Any] = {"results": {}, "goals": []}
 
+    def keep(point: Point, times: Times) -> None:
+        found = measured["results"][point.name] = point.record(times, ranks)
+        judged = (each.judge(point.name, found) for each in point.goals)
+        measured["goals"] += [each for each in judged if each]
+        report.write(measured)
 
-def show(result: dict[str, Any]) -> None:
-    """Print a row for each case of each point."""
-    say(f"{result['benchmark']} on {device_name(result)}, {result['world_size']} rank(s)")
-    rows = []
-    for point, found in result["results"].items():
-        for case, ms in found["ms"].items():
-            medians = {f"{phase} ms": of["p50"] for phase, of in ms.items()}
-            row = {"": point, "case": case, **medians}
-            if found["this_over"]:
-                row["this/that"] = found["this_over"].get(case)
-            rows.append(row | found["derived"].get(case, {}))
-        for case, reason in found["not_run"].items():
-            say(f"{point}: {case}: not run: {reason}")
-    say(table(rows))
+    for point in points:
+        if warmup:
+            point.leave_out_what_does_not_fit(ranks)
+        point.about |= point.check(point.cases)
+        times: Times = {}
+        turns, rest = point.repetitions or usual, max(0, warmup - 1)
+        try:
+            time_cases(point.cases, ranks, turns, times, warmup=rest, **how)
+        except BaseException:
+            if ranks.world_size == 1:  # else a record is a collective call
+                keep(point, times)
+            raise
+        keep(point, times)
+        point.cases.clear()
+        free_memory(ranks.device)
+    report.write(measured, complete=True)
 
 
 def agreement(cases: Sequence[Case], inputs: Sequence[Tensor], limit: float) -> dict[str, float]:
@@ -356,25 +322,6 @@ def peak_memory(case: Case, device: torch.device) -> int | None:
 def _status_bytes(name: str) -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
-
-
-def those_that_fit(
-    cases: Sequence[Case], device: torch.device, skipped: dict[str, str]
-) -> list[Case]:
-    """Return the cases that find their memory on a GPU; ``skipped`` gets the others."""
-    if device.type != "cuda":
-        return list(cases)
-    found = []
-    for case in cases:
-        case.begin()
-        try:
-            case.run()
-            found.append(case)
-        except torch.cuda.OutOfMemoryError:
-            skipped[case.name] = _NO_MEMORY
-        case.begin()
-        free_memory(device)
-    return found
 
 
 def free_memory(device: torch.device) -> None:

@@ -5,7 +5,6 @@ shapes.json has the shapes with a name, and their goals.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from dense_reference import LIVE_MASKS, DenseMoE, gating
+from dense_reference import LIVE_MASKS, DenseMoE
 from harness import Case
 from program import Options, Ranks
 from torch import Tensor, nn
@@ -24,14 +23,9 @@ from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.memory import free_memory as available_memory
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 # largest RMS error ratio between the formulations: summation order, and rounding to the dtype
 AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+DTYPES = {name: getattr(torch, name) for name in AGREEMENT}
 _INPUTS = 3  # input sets that take turns; each rank draws its own
 _LOSS_GRAD = 0.01
 
@@ -42,7 +36,6 @@ class LayerShape:
 
     Attributes:
         capacity_factor: f; K * int(f * ceil(T / E)) slots per expert and rank. 0: dropless.
-        dtype: key of DTYPES.
         simulated_ranks: > 1: this process plays one rank of so many, each all-to-all is a copy.
     """
 
@@ -67,18 +60,20 @@ class LayerShape:
         numbers = LIVE_MASKS * self.tokens * self.experts * self.capacity
         return numbers * DTYPES[self.dtype].itemsize
 
-    def local_experts(self, world_size: int = 1) -> int:
-        """e, experts of one rank of ``world_size`` real ones."""
-        return max(1, self.experts // max(world_size, self.simulated_ranks))
+    @property
+    def local_experts(self) -> int:
+        """e, experts of this process."""
+        return max(1, self.experts // max(1, self.simulated_ranks))
 
-    def rows(self, world_size: int = 1) -> int:
-        """Rows that the local experts of one rank receive."""
-        ranks = min(self.experts, max(world_size, self.simulated_ranks))
-        return self.local_experts(world_size) * ranks * self.capacity
+    @property
+    def rows(self) -> int:
+        """Rows that the experts of this process receive."""
+        ranks = min(self.experts, max(1, self.simulated_ranks))
+        return self.local_experts * ranks * self.capacity
 
     def tiny(self) -> LayerShape:
         """Sizes of milliseconds on a CPU, to rehearse a benchmark; 4 ranks if simulated."""
-        local, ranks = min(2, self.local_experts()), min(4, self.simulated_ranks)
+        local, ranks = min(2, self.local_experts), min(4, self.simulated_ranks)
         sizes = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": local * (ranks or 4)}
         return dataclasses.replace(self, **sizes, simulated_ranks=ranks)
 
@@ -103,6 +98,7 @@ PRESETS = {
     for name, given in _NAMED["layer"].items()
 }
 PEER_SHAPES = {name: LayerShape(*sizes) for name, sizes in _NAMED["peers"].items()}
+PRESET: Options = {"preset": (str, "default: meta-1.1t on a GPU, cpu on a CPU", PRESETS)}
 # sizes in place of the preset's
 SIZES: Options = {
     "tokens": (int, "T, tokens of one rank"),
@@ -116,7 +112,7 @@ SIZES: Options = {
 }
 
 
-def with_sizes(shape: LayerShape, options: argparse.Namespace) -> LayerShape:
+def with_sizes(shape: LayerShape, options) -> LayerShape:
     """Return the shape with the sizes of a command line; ValueError for those that cannot be."""
     names = [field.name for field in dataclasses.fields(shape)]
     given = {name: getattr(options, name, None) for name in names}
@@ -128,23 +124,20 @@ def with_sizes(shape: LayerShape, options: argparse.Namespace) -> LayerShape:
     return shape
 
 
-def choose_shape(
-    options: argparse.Namespace, preset: str | None, ranks: Ranks
-) -> tuple[str, LayerShape]:
+def choose_shape(options, preset: str | None, ranks: Ranks) -> tuple[str, LayerShape]:
     """Return name and shape of a preset, or of a command line with SIZES.
 
     On several ranks a preset of one simulated rank becomes the same local work on each.
     """
-    world_size = ranks.world_size
     name = preset or ("meta-1.1t" if ranks.device.type == "cuda" else "cpu")
     shape = PRESETS[name].shape
-    if world_size > 1:
-        count = shape.local_experts() * world_size
+    if ranks.world_size > 1:
+        count = shape.local_experts * ranks.world_size
         shape = dataclasses.replace(shape, experts=count, simulated_ranks=0)
     if options.tiny:
         name, shape = f"tiny-{name}", shape.tiny()
     given = with_sizes(shape, options)
-    if given.simulated_ranks > 1 and world_size > 1:
+    if given.simulated_ranks > 1 and ranks.world_size > 1:
         raise ValueError(f"--simulated-ranks {given.simulated_ranks} needs one rank")
     return name if given == shape else "custom", given
 
@@ -186,47 +179,26 @@ class Inputs:
         """Draw further tensors, one for each set."""
         return [torch.randn(size, generator=self._draw, **self._like) for _ in range(_INPUTS)]
 
-    def case(
-        self,
-        name: str,
-        run: Callable[[Tensor], Tensor | tuple[Tensor, ...]],
-        parameters: Iterable[Tensor],
-        select: Callable[[], object] = lambda: None,
-    ) -> Case:
-        """Return forward and backward passes of a function of tokens.
-
-        Args:
-            run: tokens [T, M] -> output, or (output, balance loss).
-        """
+    def case(self, name: str, run, parameters: Iterable[Tensor], select=lambda: None) -> Case:
+        """Return both passes of a function: tokens [T, M] -> output, or (output, balance loss)."""
         self.leaves.update(parameters)
 
         def forward(number):
             outputs = run(self.x[number % _INPUTS])
             y, *losses = outputs if isinstance(outputs, tuple) else (outputs,)
-            return (y, *losses), [
-                self.dy[number % _INPUTS],
-                *(torch.full_like(loss, _LOSS_GRAD) for loss in losses),
-            ]
+            loss_grads = [torch.full_like(loss, _LOSS_GRAD) for loss in losses]
+            return (y, *losses), (self.dy[number % _INPUTS], *loss_grads)
 
         return Case(name, forward, lambda: self.leaves, select)
 
 
-# The cases of bench_layer.py.
-BACKENDS = ("triton", "torch")
-FLOORS = ("experts", "products")
-ABOUT = {
-    "triton": "this layer, Triton backend",
-    "torch": "this layer, torch backend",
-    "dense": "dense S x E x C formulation (GShard)",
-    "experts": "experts alone: two F.linear and an activation for each",
-    "products": "experts' products alone (the floor)",
-}
+# the cases of bench_layer.py; results/METHOD.md says what they compute
+BACKENDS, FLOORS = ("triton", "torch"), ("experts", "products")
+CASES = (*BACKENDS, "dense", *FLOORS)
 
 
-def make_cases(
-    names: Sequence[str], layer: MoELayer, shape: LayerShape, inputs: Inputs
-) -> list[Case]:
-    """Build cases of ABOUT; operators outside the layer's own cases are of its first backend."""
+def make_cases(names, layer: MoELayer, shape: LayerShape, inputs: Inputs) -> list[Case]:
+    """Build some of CASES; operators outside the layer's own cases are of its first backend."""
     groups = layer.groups
     size = (groups.num_local_experts, groups.ep_size * shape.capacity, shape.model_dim)
     rows, d_rows = [x.requires_grad_() for x in inputs.draw(*size)], inputs.draw(*size)
@@ -268,41 +240,30 @@ class _Product(torch.autograd.Function):
         return torch.bmm(d_out, weight), torch.bmm(d_out.transpose(1, 2), rows)
 
 
-def experts_alone(
-    layer: MoELayer, rows: Sequence[Tensor], d_rows: Sequence[Tensor], inputs: Inputs
-) -> Case:
-    """Loop over the experts with the layer's own weights and padded rows.
+def experts_alone(layer: MoELayer, rows, d_rows, inputs: Inputs) -> Case:
+    """Loop over the experts with the layer's own weights, on sets of padded rows [e, R, M].
 
     Rows and weights of every expert are leaves of their own: no gradient is copied into a stack.
-
-    Args:
-        rows, d_rows: sets of [e, R, M].
     """
     experts = layer.experts
-
-    def own_leaves(stacked):
-        return [part.detach().requires_grad_() for part in stacked]
-
-    stacks = (experts.fc1_weight, experts.fc1_bias, experts.fc2_weight, experts.fc2_bias)
-    weights = list(zip(*map(own_leaves, stacks), strict=True))
-    parts = [own_leaves(each) for each in rows]
-    activation = getattr(nn.functional, experts.activation)
-
-    def one_expert(part, fc1_weight, fc1_bias, fc2_weight, fc2_bias):
-        hidden = activation(nn.functional.linear(part, fc1_weight, fc1_bias))
-        return nn.functional.linear(hidden, fc2_weight, fc2_bias)
+    linear, activation = nn.functional.linear, getattr(nn.functional, experts.activation)
+    stacks = (experts.fc1_weight, experts.fc1_bias, experts.fc2_weight, experts.fc2_bias, *rows)
+    leaves = [[part.detach().requires_grad_() for part in stack] for stack in stacks]
+    inputs.leaves.update(itertools.chain(*leaves))
 
     def forward(number):
-        pairs = zip(parts[number % _INPUTS], weights, strict=True)
-        outputs = [one_expert(part, *weight) for part, weight in pairs]
+        outputs = []
+        parts = zip(*leaves[:4], leaves[4 + number % _INPUTS], strict=True)
+        for fc1_weight, fc1_bias, fc2_weight, fc2_bias, part in parts:
+            hidden = activation(linear(part, fc1_weight, fc1_bias))
+            outputs.append(linear(hidden, fc2_weight, fc2_bias))
         return outputs, list(d_rows[number % _INPUTS])
 
-    inputs.leaves.update(itertools.chain(*parts, *weights))
     return Case("experts", forward, lambda: inputs.leaves)
 
 
 def why_not_run(name: str, shape: LayerShape, device: torch.device) -> str | None:
-    """Return the reason why a case of ABOUT cannot run here, None if it can."""
+    """Return the reason why one of CASES cannot run here, None if it can."""
     if name == "triton" and device.type != "cuda":
         return "Triton kernels need a GPU; the interpreter's speed says nothing"
     if name == "dense" and not shape.capacity_factor:
@@ -316,27 +277,3 @@ def masks_have_no_room(shapes: Sequence[LayerShape], device: torch.device) -> st
     if need <= free:
         return None
     return f"masks alone need {need / 1e9:.1f} GB (computed), {free / 1e9:.1f} GB are available"
-
-
-# Layers in evaluation: [T, M] -> [T, M].
-EVALUATED = {
-    "layer": "this layer: nothing is dropped, no row is padded",
-    "int8": "this layer, experts in int8",
-    "dense": "dense S x E x C formulation (GShard), 0.25 T rows per expert",
-    "meta": "Meta's layer at its default evaluation capacity, 0.25 T",
-    "tutel": "Tutel's layer, capacity 0: as many rows as the fullest expert needs",
-    "flop-matched": "a dense network of as many operations per token",
-}
-META_FRACTION = 0.25  # rows of an expert over tokens: Meta's default for evaluation
-
-
-def dense_at_fraction(layer: MoELayer, fraction: float) -> Callable[[Tensor], Tensor]:
-    """Return the dense formulation with a fixed share of the tokens for every expert."""
-    dense = DenseMoE(layer)
-
-    def run(x_TM):
-        capacity = math.ceil(fraction * len(x_TM))
-        combine_TEC, _, _ = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
-        return dense.products(x_TM, combine_TEC.to(x_TM.dtype), combine_TEC.bool())
-
-    return run

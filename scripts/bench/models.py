@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from dense_reference import DenseMoE
 from fairseq import tasks, utils
-from fairseq.dataclass.configs import FairseqConfig
-from fairseq.dataclass.initialize import add_defaults
-from fairseq.dataclass.utils import omegaconf_no_object_check
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from harness import free_memory
@@ -20,15 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from program import Ranks
 from record import ROOT
 
-import fairseq_tutel
+from fairseq_tutel.plan import compose
 
-fairseq_tutel.register()
-
-VARIANTS = {
-    "moe": "this plugin",
-    "dense": "the same model, dense S x E x C formulation",
-    "flop-matched": "FLOP-matched dense model",
-}
+# this plugin, the same model in the dense S x E x C formulation, FLOP-matched dense model
+VARIANTS = ("moe", "dense", "flop-matched")
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,6 @@ class TrainPreset:
     goals: dict[str, float] = field(default_factory=dict)
     simulated: bool = False
     one_by_one: bool = False
-    own_model: bool = False
 
     def changes(self) -> list[str]:
         """Return all KEY=VALUE over the config."""
@@ -51,7 +42,7 @@ class TrainPreset:
     def tiny(self, world_size: int = 1) -> list[str]:
         """Return KEY=VALUE that cut it down to milliseconds; a simulated rank is then one of 4."""
         simulated = 4 if self.simulated and world_size == 1 else 0
-        encoder = PARTS["tiny_encoder"] if self.own_model else ""
+        encoder = PARTS["tiny_encoder"] if "translation" in self.parts else ""
         words = f"{PARTS['fp32']} {PARTS['tiny']} {encoder}".split()
         return [*words, f"model.moe_simulate_world_size={simulated}"]
 
@@ -66,9 +57,6 @@ def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> 
 
     On several ranks a preset of one simulated rank becomes one with as many experts as ranks.
     """
-    given = OmegaConf.load(ROOT / "configs" / "meta_1.1t.yaml")
-    for key in ("defaults", "hydra", *["model"][: preset.own_model]):
-        given.pop(key, None)
     on_gpu, world_size = ranks.device.type == "cuda", ranks.world_size
     changes = [*preset.changes(), f"common.cpu={str(not on_gpu).lower()}", "common.user_dir=null"]
     changes.append(f"distributed_training.distributed_world_size={world_size}")
@@ -81,13 +69,8 @@ def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> 
             "model.moe_simulate_world_size=0",
             *[f"model.moe_expert_count={world_size}"][: preset.simulated],
         ]
-    given = OmegaConf.merge(given, OmegaConf.from_dotlist([*changes, *overrides]))
-    config = OmegaConf.merge(OmegaConf.structured(FairseqConfig), given)
-    add_defaults(config)
-    with omegaconf_no_object_check():
-        config = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
-    OmegaConf.set_struct(config, True)
-    return config
+    overrides = [f"++{change}" for change in (*changes, *overrides)]
+    return compose.load_config(ROOT / "configs", "meta_1.1t", overrides)
 
 
 def config_of(variant: str, config: DictConfig) -> DictConfig:
@@ -137,7 +120,7 @@ class Run:
     """
 
     def __init__(self, variant: str, config: DictConfig, build_on: torch.device | None = None):
-        self.variant, config = variant, config_of(variant, config)
+        config = config_of(variant, config)
         with contextlib.nullcontext() if build_on is None else build_on:
             task, model = build_model(config)
         if variant == "dense":
@@ -148,16 +131,18 @@ class Run:
         self.trainer.begin_epoch(1)
         if build_on is not None:
             free_memory(build_on)  # of the fp32 weights, which the trainer made half of
+        if self.trainer.cuda:  # a peak is of training, not of building
+            torch.cuda.reset_peak_memory_stats()
 
     def update(self, sample: dict[str, Any]) -> dict[str, float]:
-        """Forward, backward, clipping and optimizer step on one batch; what fairseq logs of it."""
+        """Run one update, forward pass to optimizer step; return what fairseq logs of it."""
         with metrics.aggregate(new_root=True) as logged:
             self.trainer.train_step([sample], raise_oom=True)  # else it is skipped like an overflow
         return logged.get_smoothed_values()
 
 
 def random_samples(config: DictConfig, count: int, seed: int) -> list[dict]:
-    """Batches of a language model, or of pairs of sentences, with random tokens.
+    """Return batches of a language model, or of pairs of sentences, with random tokens.
 
     dummy_lm's own batches repeat one sequence, whose tokens all choose the same experts at the same
     positions.

@@ -12,11 +12,12 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from layers import META_FRACTION, LayerShape, dense_at_fraction, make_layer
+from dense_reference import DenseMoE, gating
+from layers import LayerShape, make_layer
 from program import Options
 from torch import Tensor, nn
 
@@ -26,14 +27,16 @@ FOLDERS: Options = {
     "tutel": (Path, "repository of Tutel, built in place"),
     "meta": (Path, "fairseq/modules/moe of fairseq's branch moe"),
 }
+EVALUATED = ("layer", "int8", "dense", "meta", "tutel", "flop-matched")
+_META_FRACTION = 0.25  # rows of an expert over tokens: Meta's default for evaluation
 _SEQUENCE = 128  # tokens of one sequence, for layers that take batches
 _MASK_NUMEL = 2**28  # a layer with larger dense masks is not run: seconds, and 1 GiB each
 
 
 class Peer(NamedTuple):
-    """Someone's layer: tokens [T, M] -> output, or output and balance loss; its parameters."""
+    """A layer: tokens [T, M] -> output, or output and balance loss; its parameters."""
 
-    run: Callable[[Tensor], tuple[Tensor, ...]]
+    run: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]
     module: nn.Module
 
 
@@ -56,7 +59,7 @@ def importable(folder: Path | None, **stand_ins: types.ModuleType | None) -> Ite
 
 
 def tutel_layer(folder: Path, shape: LayerShape, capacity_factor: float) -> Peer:
-    """Tutel's layer; a factor of 0 means as many rows as the fullest expert needs."""
+    """Build Tutel's layer; a factor of 0 means as many rows as the fullest expert needs."""
     with importable(folder):
         moe = importlib.import_module("tutel.moe")
     gate = {"type": "top", "k": shape.top_k, "capacity_factor": capacity_factor, "fp32_gate": True}
@@ -76,12 +79,12 @@ def tutel_layer(folder: Path, shape: LayerShape, capacity_factor: float) -> Peer
 
 
 def gated_width(shape: LayerShape) -> int:
-    """F of a gated network with as many FLOPs: 2/3 of the shape's, as grouped products want it."""
+    """Return F of a gated network with as many FLOPs: 2/3 of the shape's, divisible by 8."""
     return 8 * round(shape.hidden_dim / 12)
 
 
 def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
-    """Hugging Face's Mixtral block: gated experts without biases, no capacity, no balance loss."""
+    """Build Hugging Face's Mixtral block: gated experts, no biases, capacity or balance loss."""
     audio = types.ModuleType("torchaudio")  # an installed one may not fit torch
     audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
     with importable(folder, torchaudio=audio):
@@ -99,38 +102,27 @@ def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
 
     def run(x):
         y = block(x[None])
-        return ((y[0] if isinstance(y, tuple) else y)[0],)
+        return (y[0] if isinstance(y, tuple) else y)[0]
 
     return Peer(run, block)
 
 
-def gated_layer(shape: LayerShape, seed: int) -> Peer:
-    """This layer in a Mixtral block's place: gated, no biases, no capacity, no balance loss."""
-    layer = MoELayer(
-        shape.model_dim,
-        shape.experts,
-        gated_width(shape),
-        top_k=shape.top_k,
-        capacity_factor=0.0,
-        second_expert_policy="all",
-        expert_network="swiglu",
-        expert_options={"bias": False},
-        compute_aux=False,
-        seed=seed,
-    )
-    return Peer(lambda x: (layer(x),), layer)
+def gated_layer(shape: LayerShape, seed: int) -> MoELayer:
+    """Build this layer as a Mixtral block is built."""
+    network = {"expert_network": "swiglu", "expert_options": {"bias": False}}
+    routing = {"top_k": shape.top_k, "capacity_factor": 0.0, "second_expert_policy": "all"}
+    sizes = (shape.model_dim, shape.experts, gated_width(shape))
+    return MoELayer(*sizes, **network, **routing, compute_aux=False, seed=seed)
 
 
 def dense_network(model_dim: int, hidden_dim: int) -> nn.Sequential:
-    """Two linear layers with a gelu between them."""
+    """Build two linear layers with a gelu between them."""
     return nn.Sequential(
         nn.Linear(model_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, model_dim)
     )
 
 
-def meta_layer(
-    folder: Path, shape: LayerShape, tutel: Path | None, evaluates: bool = False
-) -> Peer:
+def meta_layer(folder: Path, shape: LayerShape, tutel: Path | None, evaluates=False) -> Peer:
     """Build the layer of fairseq's branch moe, with Tutel's dispatcher or with its own masks.
 
     On several ranks it spreads its experts over all of them.
@@ -140,12 +132,11 @@ def meta_layer(
         evaluates: in evaluation, at its default ``moe_eval_capacity_token_fraction``.
 
     Raises:
-        ValueError: it has gates of one and of two experts per token only.
+        ValueError: it has gates of one and of two experts per token only, or masks are too large.
     """
     if shape.top_k > 2:
         raise ValueError(f"it has no gate of {shape.top_k} experts per token")
-    fraction = META_FRACTION
-    capacity = math.ceil(fraction * shape.tokens) if evaluates else shape.capacity
+    capacity = math.ceil(_META_FRACTION * shape.tokens) if evaluates else shape.capacity
     mask = shape.tokens * shape.experts * capacity
     if not tutel and mask > _MASK_NUMEL:
         raise ValueError(f"each of its masks has {mask:,} numbers")
@@ -164,11 +155,12 @@ def meta_layer(
         stand_ins["tutel"] = None  # the branch takes Tutel's dispatcher wherever it finds it
     with importable(tutel, **stand_ins):
         moe_layer = importlib.import_module(f"{name}.moe_layer")
-        top1, top2 = (importlib.import_module(f"{name}.top{k}gate") for k in (1, 2))
+        gates = importlib.import_module(f"{name}.top{shape.top_k}gate")
+    sizes = (shape.model_dim, shape.experts)
     if shape.top_k == 1:
-        gate = top1.Top1Gate(shape.model_dim, shape.experts, True, fraction)
+        gate = gates.Top1Gate(*sizes, True, _META_FRACTION)
     else:
-        gate = top2.Top2Gate(shape.model_dim, shape.experts, True, "all", False, fraction, False)
+        gate = gates.Top2Gate(*sizes, True, "all", False, _META_FRACTION, False)
     batch = 1 if evaluates else shape.tokens // _SEQUENCE
     sizes = {"moe_expert_count": shape.experts, "batch_size": batch, "batch_size_valid": batch}
     experts = nn.ModuleList(
@@ -188,11 +180,9 @@ def meta_layer(
     return Peer(run, layer)
 
 
-def peers_of(
-    shape: LayerShape, tutel: Path | None, meta: Path | None, transformers: Path | None
-) -> tuple[dict[str, Peer], dict[str, str]]:
+def peers_of(shape: LayerShape, tutel, meta, transformers) -> tuple[dict, dict[str, str]]:
     """Build the layers of bench_peers.py that have a folder; name -> reason of the others."""
-    return build_those_there(
+    return _build_those_there(
         {
             "meta+tutel": (tutel and meta, lambda: meta_layer(meta, shape, tutel)),
             "meta": (meta, lambda: meta_layer(meta, shape, None)),
@@ -203,10 +193,11 @@ def peers_of(
     )
 
 
-def evaluated_layers(
-    shape: LayerShape, layer: MoELayer, names, folders
-) -> tuple[dict[str, Callable[[Tensor], Tensor]], dict[str, str]]:
-    """Build the named layers of layers.EVALUATED; name -> reason of those missing.
+def evaluated_layers(shape: LayerShape, layer, names, folders) -> tuple[dict, dict[str, str]]:
+    """Build some of EVALUATED, [T, M] -> [T, M]; name -> reason of those missing.
+
+    Meta's and the dense one have 0.25 T rows per expert; Tutel's, with capacity 0, has as many as
+    the fullest expert needs.
 
     Args:
         folders: has those of FOLDERS as attributes.
@@ -217,6 +208,16 @@ def evaluated_layers(
         other.experts, other.gate = hold_experts(layer.experts, "int8"), layer.gate
         return other
 
+    def dense():
+        masks = DenseMoE(layer)
+
+        def run(x_TM):
+            capacity = math.ceil(_META_FRACTION * len(x_TM))
+            combine_TEC, *_ = gating(layer.gate.logits(x_TM), layer.config.top_k, capacity)
+            return masks.products(x_TM, combine_TEC)
+
+        return run
+
     def peer(made):
         made.module.eval()
         return lambda x: made.run(x)[0]
@@ -225,17 +226,15 @@ def evaluated_layers(
     builders = {
         "layer": (True, lambda: layer),
         "int8": (True, int8),
-        "dense": (True, lambda: dense_at_fraction(layer, META_FRACTION)),
+        "dense": (True, dense),
         "meta": (meta, lambda: peer(meta_layer(meta, shape, None, evaluates=True))),
         "tutel": (tutel, lambda: peer(tutel_layer(tutel, shape, 0.0))),
         "flop-matched": (True, lambda: dense_network(shape.model_dim, wide).eval()),
     }
-    return build_those_there({name: builders[name] for name in names})
+    return _build_those_there({name: builders[name] for name in names})
 
 
-def build_those_there(
-    builders: dict[str, tuple[Any, Callable[[], Any]]],
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _build_those_there(builders: dict[str, tuple]) -> tuple[dict, dict[str, str]]:
     """Build from name -> (folder, function); name -> reason of those that cannot be built."""
     found, missing = {}, {}
     for name, (folder, build) in builders.items():

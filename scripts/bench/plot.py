@@ -8,11 +8,11 @@ balance.png: rows of 4 ranks without and with help, and the time of a step with 
 """
 
 import json
-import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from record import ROOT, quiet_logs, say
+from program import quiet_logs
+from record import ROOT, median_ratio, say
 
 from fairseq_tutel.distributed.balance import plan_moves
 
@@ -33,18 +33,18 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure without frames."""
-    for axis in figure.axes:
+def figure_of(height: float, *widths: float) -> tuple[Figure, list]:
+    """Return a figure and its panels, side by side, without frames."""
+    figure = Figure(figsize=(12, height), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(widths), width_ratios=widths)
+    for axis in panels:
         axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure, panels
 
 
 def draw(path: Path) -> None:
     """Draw both panels of overview.png."""
-    figure = Figure(figsize=(12, 3.8), dpi=110, layout="constrained")
-    curve, bars = figure.subplots(1, 2, width_ratios=[1, 1.7])
+    figure, (curve, bars) = figure_of(3.8, 1, 1.7)
     ours = read(RESULTS / "golden-top2_world2.json")
     meta = read(ROOT / "tests" / "golden" / ours["preset"] / "log.json")["train"]
     updates, loss = range(1, len(meta) + 1), [row["loss"] for row in meta]
@@ -77,13 +77,12 @@ def draw(path: Path) -> None:
         axis.legend(frameon=False, fontsize=8, ncols=columns)
         axis.grid(alpha=0.4, axis="y")
         axis.set_axisbelow(True)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def draw_balance(path: Path) -> None:
     """Draw the three panels of balance.png."""
-    figure = Figure(figsize=(12, 3.6), dpi=110, layout="constrained")
-    before, after, bars = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
+    figure, (before, after, bars) = figure_of(3.6, 1, 1, 1.5)
     rows_E = [4600, 900, 700, 500, 400, 400, 300, 200]  # of 8 experts on 4 ranks
     at_home = [(e // 2, e, rows) for e, rows in enumerate(rows_E)]
     _loads(before, at_home, "Rows without help")
@@ -96,8 +95,7 @@ def draw_balance(path: Path) -> None:
     found = read(RESULTS / "balance-2.json")["results"]
     for number, (case, color) in enumerate((("not helped", _GREY), ("helped", _BLUE))):
         for place, of in enumerate(found.values()):
-            pairs = zip(of["raw_ms"][case]["both"], of["raw_ms"]["even"]["both"], strict=True)
-            ratio = statistics.median(a / b for a, b in pairs)
+            ratio = median_ratio(of, case, "even")
             x = place + 0.4 * (number - 0.5)
             bars.bar(x, ratio, 0.36, color=color, label=case if place == 0 else None)
             bars.text(x, ratio + 0.02, f"{ratio:.2f}", ha="center", fontsize=8)
@@ -106,7 +104,7 @@ def draw_balance(path: Path) -> None:
     bars.set(title="Step of 2 ranks (CPU)", xlabel="utilisation of the ranks")
     bars.set_ylabel("time over that of even loads")
     bars.legend(frameon=False, fontsize=8)
-    save(figure, path)
+    figure.savefig(path)
 
 
 def _loads(axis, parts, title):
@@ -117,11 +115,11 @@ def _loads(axis, parts, title):
     for rank, expert, rows in parts:
         helped, shade = rank != expert // 2, (dark, light)[expert % 2][expert // 2]
         style = {"hatch": "//", "edgecolor": "white"} if helped else {}
-        axis.bar(rank, rows, bottom=ends[rank], color=shade, **style)
+        bar = axis.bar(rank, rows, bottom=ends[rank], color=shade, **style)
         if rows > 250:
-            style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
             box = {"color": shade, "pad": 1}
-            axis.text(rank, ends[rank] + rows / 2, f"e{expert}", bbox=box, **style)
+            labels = [f"e{expert}"]
+            axis.bar_label(bar, labels, label_type="center", color="white", fontsize=8, bbox=box)
         ends[rank] += rows
     axis.axhline(sum(ends) / 4, color=_LINE, lw=1, ls="--")
     axis.set_xticks(range(4), [f"rank {rank}" for rank in range(4)])

@@ -8,15 +8,12 @@ not counted. The files are read without PyYAML, which a machine with a GPU may l
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from layers import DTYPES, LayerShape
 
-import fairseq_tutel
+from fairseq_tutel.command_line import CONFIGS
 
-_PROFILES = Path(fairseq_tutel.__file__).parent / "configs" / "hardware"
 # part of torch's name of a GPU -> profile, the first that matches
 _NAMES = {
     "a100-sxm4-40gb": "a100-40g",
@@ -31,28 +28,16 @@ _INT = 4  # bytes of an index, a gate value, a count
 CUMSUM = "torch.cumsum - 1"  # torch's own way of assign_slots
 
 
-@dataclass(frozen=True)
 class Rates:
-    """Rates of one GPU.
+    """FLOPs per second of one large product on a GPU, bytes per second of elementwise kernels."""
 
-    Attributes:
-        half_flops, fp32_flops: FLOPs per second of one large product.
-        stream: bytes per second of elementwise kernels.
-    """
-
-    half_flops: float
-    fp32_flops: float
-    stream: float
-
-    @classmethod
-    def read(cls, profile: str) -> Rates:
-        """Read ``hardware/PROFILE.yaml``."""
-        text = (_PROFILES / f"{profile}.yaml").read_text(encoding="utf-8")
+    def __init__(self, profile: str):
+        text = (CONFIGS / "hardware" / f"{profile}.yaml").read_text(encoding="utf-8")
         given = dict(re.findall(r"^(\w+):\n  value: (\S+)", text, re.MULTILINE))
         value = {name: float(number) for name, number in given.items()}
-        share = value["product_efficiency"]
-        stream = value["memory_bandwidth"] * value["memory_efficiency"]
-        return cls(share * value["half_flops"], share * value["fp32_flops"], stream)
+        self.half_flops = value["product_efficiency"] * value["half_flops"]
+        self.fp32_flops = value["product_efficiency"] * value["fp32_flops"]
+        self.stream = value["memory_bandwidth"] * value["memory_efficiency"]
 
     def products_ms(self, operations: float, dtype: str) -> float:
         """Return the milliseconds of matrix products of so many FLOPs."""
@@ -64,13 +49,18 @@ class Rates:
         return 1e3 * size / self.stream
 
 
-def rates_of(device: torch.device) -> Rates | None:
-    """Return the rates of a device; None for a CPU and for a GPU that no profile describes."""
+def profile_of(device: torch.device) -> str | None:
+    """Return the hardware profile of a GPU; None for a CPU and for a GPU without a profile."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    profile = next((profile for part, profile in _NAMES.items() if part in name), None)
-    return None if profile is None else Rates.read(profile)
+    return next((profile for part, profile in _NAMES.items() if part in name), None)
+
+
+def rates_of(device: torch.device) -> Rates | None:
+    """Return the rates of a device; None without a profile."""
+    profile = profile_of(device)
+    return profile and Rates(profile)
 
 
 def beside(measured: float, predicted: float | None) -> dict[str, float]:
@@ -81,7 +71,7 @@ def beside(measured: float, predicted: float | None) -> dict[str, float]:
 
 
 def fewest_bytes(shape: LayerShape, full: float = 1.0) -> dict[str, int]:
-    """Bytes of inputs and outputs, once each, by operator; before the exchange for dispatch.
+    """Return the bytes of inputs and outputs, once each, by operator.
 
     Args:
         full: share of the rows that hold a token; empty rows need not be read.
@@ -91,7 +81,7 @@ def fewest_bytes(shape: LayerShape, full: float = 1.0) -> dict[str, int]:
     size, R = DTYPES[shape.dtype].itemsize, E * shape.capacity
     pairs, rows, logits = _INT * T * K, _INT * R, _INT * T * E
     tokens, all_rows, used = size * T * M, size * R * M, round(full * R) * M * size
-    hidden, bias = size * shape.rows() * F, size * shape.local_experts() * F
+    hidden, bias = size * shape.rows * F, size * shape.local_experts * F
     return {
         "topk_gating": logits + 2 * pairs + _INT * (T + E + 1),
         "topk_gating bwd": 2 * logits + 2 * pairs + _INT * (2 * T + E),
@@ -108,12 +98,12 @@ def fewest_bytes(shape: LayerShape, full: float = 1.0) -> dict[str, int]:
 
 
 def layer_ms(shape: LayerShape, rates: Rates) -> dict[str, float]:
-    """Predicted milliseconds of bench_layer.py's cases, forward and backward on one rank.
+    """Return milliseconds of bench_layer.py's cases, forward and backward on one rank.
 
     The torch backend has no prediction: its host waits for the GPU.
     """
     T, E, M, F = shape.tokens, shape.experts, shape.model_dim, shape.hidden_dim
-    size, rows = DTYPES[shape.dtype].itemsize, shape.rows()
+    size, rows = DTYPES[shape.dtype].itemsize, shape.rows
     products = rates.products_ms(6 * rows * 2 * M * F, shape.dtype)
     kernels = fewest_bytes(shape)
     activation = kernels["bias_act gelu"] + kernels["bias_act gelu bwd"]
@@ -124,7 +114,7 @@ def layer_ms(shape: LayerShape, rates: Rates) -> dict[str, float]:
     if shape.simulated_ranks > 1:
         copies = 4 * 2 * size * rows * M  # both directions and their gradients
         copies += 3 * size * rows * M  # fc2's bias; with one rank combine adds it
-        if shape.local_experts() > 1:
+        if shape.local_experts > 1:
             copies *= 2  # rows by rank become rows by expert, and back
     gate = rates.products_ms(6 * T * M * E, shape.dtype)
     # forward two products of all masks with the tokens, backward three

@@ -1,23 +1,23 @@
-"""Common parts of every benchmark: options, ranks, report, exit code."""
+"""Common parts of every benchmark: options, ranks, exit code."""
 
 import argparse
 import contextlib
 import datetime
-import math
+import functools
+import logging
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import describe_run, quiet_logs, say, write_json
 
-# name -> (default, help), or (default, help, names that are known)
+from fairseq_tutel.command_line import CommandLine
+from fairseq_tutel.distributed import gather_texts, process_world
+
+# name -> (default, help), or (default, help, names that are known); None: without the option
 Options = Mapping[str, tuple | None]
 
 
@@ -39,35 +39,26 @@ COMMON: Options = {
     "repetitions": (int, "of each case (default: the benchmark's own number)"),
     "output": (Path, "JSON file (default: in runs/bench)"),
 }
-CLOCK: Options = {
-    "clock": (
-        "device",
-        "processor: one thread's time, on a busy machine",
-        ("device", "wall", "processor"),
-    )
-}
+_CLOCKS = ("device", "wall", "processor")
+CLOCK: Options = {"clock": ("device", "processor: one thread's time, on a busy machine", _CLOCKS)}
 
 
-@dataclass(frozen=True)
 class Ranks:
     """This process among those of the job; ``backend`` is gloo or nccl, empty for a single one."""
 
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    backend: str = ""
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.rank, self.world_size = process_world()
+        self.backend = dist.get_backend() if self.world_size > 1 else ""
 
-    def expect_several(self) -> None:
-        """Raise ValueError in a single process."""
-        if self.world_size < 2:
+    def expect(self, *, several: bool) -> None:
+        """Raise ValueError if this is the only process, or one of several."""
+        if several and self.world_size < 2:
             raise ValueError(
                 "an exchange needs at least 2 ranks: put python -m fairseq_tutel.launch "
                 "--nproc-per-node N -- before this command, or see two_nodes.py --help"
             )
-
-    def expect_one(self) -> None:
-        """Raise ValueError on several ranks."""
-        if self.world_size > 1:
+        if self.world_size > 1 and not several:
             raise ValueError(f"this measures one rank, not {self.world_size}")
 
     def wait(self) -> None:
@@ -79,25 +70,17 @@ class Ranks:
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """Return the largest value of any rank, element by element. Collective."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all ranks, element by element. Collective."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def agree(self, reasons: Mapping[str, str | None]) -> dict[str, str]:
-        """Return name -> reason of what some rank cannot run: all take part or none. Collective."""
-        anywhere = self.slowest([float(reason is not None) for reason in reasons.values()])
-        pairs = zip(reasons.items(), anywhere, strict=True)
-        return {name: why or "another rank cannot run it" for (name, why), skip in pairs if skip}
-
-    def _reduce(self, values: Sequence[float], how: dist.ReduceOp) -> list[float]:
         if self.world_size == 1:
             return list(values)
         on = self.device if self.backend == "nccl" else "cpu"
         tensor = torch.tensor(values, dtype=torch.float64, device=on)
-        dist.all_reduce(tensor, op=how)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
+
+    def agree(self, reasons: Mapping[str, str | None]) -> dict[str, str]:
+        """Return name -> reason of what some rank cannot run: all take part or none. Collective."""
+        of_all = {name: gather_texts(reason) for name, reason in reasons.items()}
+        return {name: next(filter(None, texts)) for name, texts in of_all.items() if any(texts)}
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -114,91 +97,73 @@ def choose_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def connected(device: torch.device) -> Iterator[Ranks]:
-    """Form a process group if the environment names several ranks; a group that is there stays.
-
-    They meet at MASTER_ADDR:MASTER_PORT, or at INIT_METHOD (a file, see two_nodes.py).
-    """
-    if dist.is_initialized():
-        yield Ranks(device, dist.get_rank(), dist.get_world_size(), dist.get_backend())
-        return
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        yield Ranks(device)
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=os.environ.get("INIT_METHOD", "env://"),
-        rank=int(os.environ["RANK"]),
-        world_size=world_size,
-        timeout=datetime.timedelta(minutes=5),
-        device_id=device if backend == "nccl" else None,
-    )
+    """Form a process group if the environment names several ranks; a group that is there stays."""
+    begin = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if begin:
+        on_gpu, timeout = device.type == "cuda", datetime.timedelta(minutes=5)
+        how = {"backend": "nccl", "device_id": device} if on_gpu else {"backend": "gloo"}
+        dist.init_process_group(timeout=timeout, **how)
     try:
-        yield Ranks(device, dist.get_rank(), world_size, backend)
+        yield Ranks(device)
     finally:
-        dist.destroy_process_group()
+        if begin:
+            dist.destroy_process_group()
 
 
-def program(
-    doc: str,
-    options: Options,
-    run: Callable[[argparse.Namespace, Ranks], Any],
-    presets: Mapping[str, Any] | None = None,
-) -> Callable[..., int]:
-    """Make the ``main(argv=None)`` of a benchmark; a ValueError is one line and exit code 2.
+def program(doc: str, options: Options) -> Callable[[Callable], Callable[..., int]]:
+    """Decorate a function of (options, ranks): it becomes a benchmark's ``main(argv=None)``.
+
+    ``main`` returns the function's result as exit code, 0 for None. A ValueError is one line and
+    exit code 2.
 
     Args:
-        doc: docstring of the benchmark, printed by ``--help``.
-        options: beside or in place of those in COMMON; None: without that one. A list is given
-            with commas. A type, ``words`` or ``numbers`` as default means None by default.
-        run: measures, prints and writes; may return an exit code.
-        presets: name -> something with an ``about``, listed by ``--help``.
+        doc: docstring of the benchmark, printed by ``--help`` with the presets.
+        options: beside or in place of those in COMMON. A list is given with commas. A type,
+            ``words`` or ``numbers`` as default means None by default.
     """
     options = {name: given for name, given in {**COMMON, **options}.items() if given}
-    about = [f"  {name:16s} {preset.about}" for name, preset in (presets or {}).items()]
+    return lambda run: functools.partial(_main, doc, options, run)
 
-    def main(argv: Sequence[str] | None = None) -> int:
-        parser = argparse.ArgumentParser(
-            description=doc,
-            epilog="\n".join(["presets:", *about]) if about else None,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for name, given in options.items():
-            _add_option(parser, name, *given)
-        given = parser.parse_args(argv)
-        given.argv = sys.argv[1:] if argv is None else argv
-        warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
-        quiet_logs()
-        if given.threads:
-            torch.set_num_threads(given.threads)
-        try:
-            for name, (_, _, *known) in options.items():
-                known = known or ([presets] if name == "preset" else [])
-                if known:
-                    expect_known(name, getattr(given, name.replace("-", "_")), known[0])
-            with connected(choose_device(given.device)) as ranks:
-                _check_clock(given, ranks)
-                return run(given, ranks) or 0
-        except ValueError as error:
-            sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
-            return 2
 
-    return main
+def _main(doc, options, run, argv: Sequence[str] | None = None) -> int:
+    *_, presets = options.get("preset", ({},))
+    about = [f"  {name:16s} {preset.about}" for name, preset in presets.items()]
+    parser = CommandLine(
+        description=doc,
+        epilog="\n".join(["presets:", *about]) if about else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, given in options.items():
+        _add_option(parser, name, *given)
+    given = parser.parse_args(argv)
+    given.argv = sys.argv[1:] if argv is None else argv
+    warnings.filterwarnings("ignore", category=FutureWarning, module="fairseq")
+    quiet_logs()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    try:
+        for name, (_, _, *known) in options.items():
+            if known:
+                expect_known(name, getattr(given, name.replace("-", "_")), *known)
+        with connected(choose_device(given.device)) as ranks:
+            _check_clock(given, ranks)
+            return run(given, ranks) or 0
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, default, text: str, known=()) -> None:
-    text += f"; of {', '.join(known)}" if known else ""
+    if known and name != "preset":
+        text += f"; of {', '.join(known)}"
     if default is False:
         parser.add_argument(f"--{name}", action="store_true", help=text)
     elif callable(default):
         parser.add_argument(f"--{name}", type=default, help=text)
     else:
         several = isinstance(default, list)
-        shown = ",".join(default) if several else default
         kind = words if several else type(default)
-        about = f"{text} (default: {shown})"
-        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
+        text += f" (default: {','.join(default) if several else default})"
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
 
 
 def _check_clock(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -210,7 +175,7 @@ def _check_clock(options: argparse.Namespace, ranks: Ranks) -> None:
         )
 
 
-def expect_known(option: str, given: str | Sequence[str] | None, known: Sequence[str]) -> None:
+def expect_known(option: str, given: str | Sequence[str] | None, known: Collection[str]) -> None:
     """Raise ValueError for names that an option does not know."""
     names = [given] if isinstance(given, str) else given or []
     unknown = [name for name in names if name not in known]
@@ -218,70 +183,6 @@ def expect_known(option: str, given: str | Sequence[str] | None, known: Sequence
         raise ValueError(f"--{option} {','.join(unknown)}: choose from {', '.join(known)}")
 
 
-class Report:
-    """Result of a benchmark, from the start of the measurement to its file.
-
-    Use as a context manager: an interrupted run writes its result and prints its goals.
-
-    Args:
-        path: of the JSON file; None: ``runs/bench/DEFAULT.json``.
-        about: known before the measurement.
-    """
-
-    seconds_between = 5.0  # two writes of a result that is not complete
-
-    def __init__(
-        self, benchmark: str, ranks: Ranks, path: Path | str | None, default: str, **about
-    ):
-        self.ranks, self.path = ranks, Path(path or f"runs/bench/{default}.json")
-        self._about = {**describe_run(benchmark, ranks.device, ranks.world_size), **about}
-        self._written, self._said = -math.inf, set()
-        self._latest: Callable[[], dict[str, Any]] | None = None
-
-    def __enter__(self) -> "Report":
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is not None and self._latest and self.ranks.world_size == 1:
-            self.keep(self._latest, ended=True)
-
-    def keep(self, measured: Callable[[], dict[str, Any]], *, ended: bool = False) -> None:
-        """Write what is measured so far, every few seconds.
-
-        Args:
-            ended: a case has ended: write now and print its goals.
-        """
-        self._latest = measured
-        due = time.monotonic() - self._written >= self.seconds_between
-        if self.ranks.rank == 0 and (ended or due):
-            result = measured()
-            write_json({**self._about, **result, "complete": False}, self.path)
-            self._written = time.monotonic()
-            if ended:
-                self._say_goals(result)
-
-    def _say_goals(self, result: dict[str, Any]) -> None:
-        for each in result.get("goals", ()):
-            if each["goal"] not in self._said:
-                verdict = "reached" if each["reached"] else "NOT reached"
-                say(f"goal: {each['goal']}: {each['ratio']:.2f}, {verdict}")
-                self._said.add(each["goal"])
-
-    def finish(self, measured: dict[str, Any], show: Callable[[dict], None]) -> None:
-        """Print and write the result; all ranks call."""
-        if self.ranks.rank:
-            return
-        result = {**self._about, **measured}
-        quiet_logs()
-        show(result)
-        for name, reason in result.get("not_run", {}).items():
-            say(f"{name}: not run: {reason}")
-        self._say_goals(result)
-        write_json(result, self.path)
-        say(f"written: {self.path}")
-
-
-def goal(text: str, ratio: float, bound: float, at_most: bool = False) -> dict[str, Any]:
-    """Return a goal of a result: a ratio and its bound, from below or from above."""
-    reached = ratio <= bound if at_most else ratio >= bound
-    return {"goal": text, "ratio": ratio, "bound": bound, "reached": reached}
+def quiet_logs() -> None:
+    """Let loggers print warnings and errors only; importing fairseq turns everything on."""
+    logging.getLogger().setLevel(logging.WARNING)

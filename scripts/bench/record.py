@@ -3,7 +3,6 @@
 import datetime
 import importlib.metadata
 import json
-import logging
 import math
 import os
 import platform
@@ -16,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from program import Ranks, quiet_logs
 
 from fairseq_tutel.command_line import columns
 
@@ -26,6 +27,49 @@ _PACKAGES = ("torch", "triton", "fairseq-fixed", "fairseq", "numpy")
 _SETTINGS = re.compile(
     r"^(OMP_NUM_THREADS|MKL_NUM_THREADS|THP_MEM_ALLOC_ENABLE|NCCL_|GLOO_|FAIRSEQ_TUTEL_|TRITON_)"
 )
+
+
+class Report:
+    """Result of a benchmark: its goals, its table and its JSON file, all by the first rank."""
+
+    def __init__(self, benchmark: str, ranks: Ranks, path: Path | str, **about):
+        self._first, self._path, self._said = ranks.rank == 0, Path(path), set()
+        self._about = {**describe_run(benchmark, ranks.device, ranks.world_size), **about}
+
+    def write(self, measured: dict[str, Any], complete: bool = False) -> None:
+        """Write what is measured so far and print new goals; print the table of a complete one."""
+        if not self._first:
+            return
+        result = {**self._about, **measured}
+        if complete:
+            quiet_logs()
+            show(result)
+        for each in measured.get("goals", ()):
+            if each["goal"] not in self._said:
+                verdict = "reached" if each["reached"] else "NOT reached"
+                say(f"goal: {each['goal']}: {each['ratio']:.2f}, {verdict}")
+                self._said.add(each["goal"])
+        write_json(result if complete else {**result, "complete": False}, self._path)
+        if complete:
+            say(f"written: {self._path}")
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a row for each case of each point."""
+    hardware = result["hardware"]
+    device = hardware.get("gpu") or f"{hardware['cpu']}, threads: {hardware['threads']}"
+    say(f"{result['benchmark']} on {device}, {result['world_size']} rank(s)")
+    rows = []
+    for point, found in result["results"].items():
+        for case in {**found["ms"], **found["derived"]}:
+            row = {"": point, "case": case}
+            row |= {f"{phase} ms": of["p50"] for phase, of in found["ms"].get(case, {}).items()}
+            if found["this_over"]:
+                row["this/that"] = found["this_over"].get(case)
+            rows.append(row | found["derived"].get(case, {}))
+        for case, reason in found["not_run"].items():
+            say(f"{point}: {case}: not run: {reason}")
+    say(table(rows))
 
 
 def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> dict[str, Any]:
@@ -49,7 +93,7 @@ def describe_run(benchmark: str, device: torch.device, world_size: int = 1) -> d
 
 
 def _command() -> str:
-    """The command from the repository root, without ``--output`` and without absolute folders."""
+    """Return the command from the repository root, without output and absolute folders."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     pairs = zip(sys.argv, sys.argv[1:], strict=False)
@@ -61,7 +105,7 @@ def _command() -> str:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """(commit, whether files differ from it); None if unknown.
+    """Return (commit, whether files differ from it); None if unknown.
 
     A copy without a repository has both in the environment variable COMMIT, as ``git describe
     --always --abbrev=40 --dirty`` prints them.
@@ -95,18 +139,12 @@ def _hardware(device: torch.device) -> dict[str, Any]:
     return hardware
 
 
-def device_name(result: dict[str, Any]) -> str:
-    """Name the device of a result in a few words."""
-    hardware = result["hardware"]
-    return hardware.get("gpu") or f"{hardware['cpu']}, threads: {hardware['threads']}"
-
-
 def write_json(result: dict[str, Any], path: Path) -> None:
     """Write a result, indented, lists of numbers on one line, floats to 5 digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_rounded(result), indent=1, ensure_ascii=False)
-    one_line = lambda match: f"[{' '.join(match[1].split())}]"  # noqa: E731
-    text = re.sub(r"\[\s+((?:-?[\d.e+-]+,?\s*)+)\]", one_line, text)
+    numbers = re.compile(r"\[\s+((?:-?[\d.e+-]+,?\s*)+)\]")
+    text = numbers.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     whole = path.with_name(path.name + ".new")  # a process that is killed leaves no half of one
     whole.write_text(text + "\n", encoding="utf-8")
     whole.replace(path)
@@ -122,9 +160,8 @@ def _rounded(value: Any) -> Any:
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Return min, p20, p50 and p80, linearly interpolated."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    p20, p50, p80 = tensor.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return {"min": min(values), "p20": p20, "p50": p50, "p80": p80}
+    found = numpy.percentile(values, (0, 20, 50, 80)).tolist()
+    return dict(zip(("min", "p20", "p50", "p80"), found, strict=True))
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
@@ -155,7 +192,7 @@ def median_ratio(found: dict[str, Any], above: str, below: str) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns by the rows' keys, the first one flush left.
+    """Return columns by the rows' keys, the first one flush left.
 
     Numbers get 4 significant digits; three numbers are an interval around a median.
     """
@@ -173,12 +210,6 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def quiet_logs() -> None:
-    """Let loggers print warnings and errors only; importing fairseq turns everything on."""
-    logging.getLogger().setLevel(logging.WARNING)
-
-
 def say(text: str) -> None:
     """Print one line, or a table, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    print(text, flush=True)

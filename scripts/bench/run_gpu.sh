@@ -10,9 +10,8 @@
 #   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
 #
-# Every result is written while it is measured: a step that is stopped, by its limit or by Ctrl-C,
-# keeps its results and prints its goals; after Ctrl-C the other steps are left out. Without fairseq
-# the steps that need it fail.
+# A step that is stopped, by its limit or by Ctrl-C, keeps its results and prints its goals; after
+# Ctrl-C the other steps are left out. Without fairseq the steps that need it fail.
 #
 # Environment:
 #   PART       1 or 2 (default: both, one after the other)

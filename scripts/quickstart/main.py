@@ -11,12 +11,10 @@ import re
 import shlex
 import statistics
 import sys
-import time
 from pathlib import Path
 
-import sentencepiece
 from corpus import LINE_BREAK, CorpusError, build_corpus
-from steps import EXPERTS, GPUS, RANKS, ROOT, Commands, QuickstartError, prepare, say, show_progress
+from steps import EXPERTS, GPUS, RANKS, ROOT, Commands, QuickstartError, prepare, say
 from translation import UPDATES as TRANSLATION_UPDATES
 from translation import translation
 
@@ -33,22 +31,12 @@ PREPROCESS = """fairseq-preprocess --only-source --trainpref pieces/train.txt
     --validpref pieces/valid.txt --testpref pieces/test.txt --destdir data --workers {workers}"""
 # fairseq's default multiple, 8, leaves out the last batch of an epoch of another size.
 PLUGIN = "--user-dir fairseq_tutel --task language_modeling --required-batch-size-multiple 1"
-# Only updates count: a small text has many epochs. The learning rate starts at 0, so that the first
-# update changes no weight: a run that stops there validates the untrained model.
-TRAIN = f"""python -m fairseq_tutel.launch --nproc-per-node {RANKS} -- fairseq-train data
-    {PLUGIN} --arch transformer_lm_gpt_moe
+TRAIN = f"""{PLUGIN} --arch transformer_lm_gpt_moe
     --decoder-layers 4 --decoder-attention-heads 4
     --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024 --dropout 0.0 --attention-dropout 0.0
-    --moe-freq 2 --moe-top-k 2 --moe-second-expert-policy all --moe-expert-count {EXPERTS}
+    --moe-freq 2 --moe-top-k 2 --moe-second-expert-policy all --moe-load-log-interval 5
     --criterion moe_cross_entropy --moe-gate-loss-wt 0.05 --moe-gate-loss-combine-method sum
-    --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {max(1, SAMPLES_PER_UPDATE // RANKS)}
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
-    --lr 0.002 --lr-scheduler cosine --warmup-updates {{warmup}} --warmup-init-lr 0
-    --lr-period-updates {{period}} --max-update {{stop_at}}
-    --validate-interval-updates {{validate_every}} --validate-interval 1000000
-    --save-interval 1000000 --save-dir checkpoints --no-epoch-checkpoints
-    --moe-load-log-interval 5 --log-format simple --log-interval {{log_every}} --num-workers 0
-    --seed 1"""
+    --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {max(1, SAMPLES_PER_UPDATE // RANKS)}"""
 EVAL = f"""fairseq-eval-lm data {PLUGIN} --path checkpoints/checkpoint_last.pt --gen-subset {{side}}
     --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {SAMPLES_PER_UPDATE}"""
 INTERACTIVE = f"""fairseq-interactive data {PLUGIN} --path checkpoints/checkpoint_last.pt
@@ -64,49 +52,31 @@ COMPARE = f"""python {shlex.quote(str(Path(__file__).with_name("compare_export.p
 
 
 class Quickstart(Commands):
-    """One run: its folder, what it found out, and its steps."""
+    """Steps of the quickstart, and what they found out."""
 
     def __init__(self, folder: Path, updates: int, texts: list[Path]):
-        super().__init__(folder)
-        self.updates, self.texts = updates, texts
+        super().__init__(folder, updates)
+        self.texts = texts
         self.perplexity: dict[str, float] = {}
 
     def tokenizer(self, corpus: dict[str, list[str]]) -> None:
         """White space stays as it is (source files), and a line break is a piece of its own."""
-        for name in ("corpus", "tokenizer", "pieces"):
-            (self.folder / name).mkdir()
         for side, lines in corpus.items():
             say(f"      {side:<5} {len(lines):>6,} blocks, {sum(map(len, lines)):>9,} characters")
-            text = "".join(f"{line}\n" for line in lines)
-            (self.folder / "corpus" / f"{side}.txt").write_text(text, encoding="utf-8")
-        model = self.folder / "tokenizer" / "sentencepiece.model"
-        sentencepiece.SentencePieceTrainer.train(
-            input=str(self.folder / "corpus" / "train.txt"),
-            model_prefix=str(model.with_suffix("")), model_type="bpe", vocab_size=VOCABULARY,
-            hard_vocab_limit=False, character_coverage=0.9999, normalization_rule_name="identity",
+        self.cut_into_pieces(
+            {f"{side}.txt": lines for side, lines in corpus.items()}, ["train.txt"],
+            vocab_size=VOCABULARY, character_coverage=0.9999, normalization_rule_name="identity",
             remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
-            user_defined_symbols=[LINE_BREAK], max_sentence_length=100_000, num_threads=2,
-            minloglevel=2,
+            user_defined_symbols=[LINE_BREAK], max_sentence_length=100_000,
         )  # fmt: skip
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-        for side, lines in corpus.items():
-            pieces = "".join(" ".join(p) + "\n" for p in processor.encode(lines, out_type=str))
-            (self.folder / "pieces" / f"{side}.txt").write_text(pieces, encoding="utf-8")
 
     def preprocess(self) -> None:
         """Make fairseq's data-bin."""
         self.run("preprocess", PREPROCESS.format(workers=min(4, os.cpu_count() or 1)))
 
     def train(self, stop_at: int) -> None:
-        """Up to an update, from the last checkpoint if there is one."""
-        warmup = min(30, self.updates // 4)
-        period = self.updates - warmup + 1  # with one less the schedule would begin again
-        intervals = {
-            "validate_every": max(1, self.updates // 8), "log_every": max(1, self.updates // 32),
-        }  # fmt: skip
-        command = TRAIN.format(stop_at=stop_at, warmup=warmup, period=period, **intervals)
-
-        self.run("train", command, show_progress)
+        """Train up to an update."""
+        self.train_up_to(stop_at, TRAIN, warmup=30, validations=8, lines=32)
 
     def evaluate(self) -> None:
         """Perplexity of both held-out sides."""
@@ -204,8 +174,7 @@ def main() -> int:
         corpus = build_corpus(args.text)  # before an earlier run is removed, as it may fail
         prepare(args.out)
         quick = Quickstart(args.out.absolute(), args.updates, args.text)
-        begin = time.monotonic()
-        for title, step, *arguments in (
+        quick.follow([
             ("Train a sentencepiece model", quick.tokenizer, corpus),
             ("fairseq-preprocess", quick.preprocess),
             ("Start training (the first learning rate is 0), validate", quick.train, 1),
@@ -214,9 +183,7 @@ def main() -> int:
             ("fairseq-eval-lm", quick.evaluate),
             ("Complete three prompts with fairseq-interactive", quick.complete, corpus["test"]),
             ("Export for transformers", quick.export),
-        ):
-            say(f"\n[{time.monotonic() - begin:3.0f} s] {title}")
-            step(*arguments)
+        ])  # fmt: skip
         fall = quick.report()
         if args.updates >= UPDATES and not args.text and not fall >= REQUIRED_FALL:
             raise QuickstartError(f"perplexity fell only {fall:.1f} times, not {REQUIRED_FALL}")

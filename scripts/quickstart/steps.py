@@ -4,8 +4,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import sentencepiece
 import torch
 
 from fairseq_tutel import picture
@@ -27,10 +30,64 @@ def say(text: str = "") -> None:
 
 
 class Commands:
-    """Runs commands in a folder."""
+    """One run of a quickstart: its folder, its commands and its steps."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, updates: int):
+        self.folder, self.updates = folder, updates
+
+    def follow(self, steps: Sequence[tuple]) -> None:
+        """Say and call each step: (title, method, its arguments)."""
+        self.begin = time.monotonic()
+        for title, step, *arguments in steps:
+            say(f"\n[{time.monotonic() - self.begin:3.0f} s] {title}")
+            step(*arguments)
+
+    def cut_into_pieces(self, texts: dict[str, list[str]], train: Sequence[str], **options):
+        """Write lines of text by file name to corpus/, and their pieces to pieces/.
+
+        Args:
+            train: files that the sentencepiece model is trained on.
+
+        Returns:
+            the model, which is in tokenizer/sentencepiece.model, too.
+        """
+        for name in ("corpus", "tokenizer", "pieces"):
+            (self.folder / name).mkdir()
+        self._write("corpus", texts)
+        model = self.folder / "tokenizer" / "sentencepiece.model"
+        sentencepiece.SentencePieceTrainer.train(
+            input=[str(self.folder / "corpus" / name) for name in train],
+            model_prefix=str(model.with_suffix("")), model_type="bpe", hard_vocab_limit=False,
+            num_threads=2, minloglevel=2, **options,
+        )  # fmt: skip
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        for name, lines in texts.items():
+            pieces = processor.encode(lines, out_type=str)
+            self._write("pieces", {name: [" ".join(each) for each in pieces]})
+        return processor
+
+    def _write(self, folder: str, texts: dict[str, list[str]]) -> None:
+        for name, lines in texts.items():
+            text = "".join(f"{line}\n" for line in lines)
+            (self.folder / folder / name).write_text(text, encoding="utf-8")
+
+    def train_up_to(
+        self, update: int, options: str, warmup: int, validations: int, lines: int, loss="loss"
+    ) -> None:
+        """Train from the last checkpoint if there is one; ``lines``: of the log, in a whole run."""
+        warmup = min(warmup, self.updates // 4)
+        period = self.updates - warmup + 1  # with one less the schedule would begin again
+        # Only updates count: a small text has many epochs. The learning rate starts at 0, so that
+        # the first update changes no weight: a run that stops there validates the untrained model.
+        command = f"""python -m fairseq_tutel.launch --nproc-per-node {RANKS} -- fairseq-train data
+            {options} --moe-expert-count {EXPERTS} --optimizer adam --adam-betas '(0.9, 0.98)'
+            --clip-norm 1.0 --lr 0.002 --lr-scheduler cosine --warmup-updates {warmup}
+            --warmup-init-lr 0 --lr-period-updates {period} --max-update {update}
+            --validate-interval-updates {max(1, self.updates // validations)}
+            --validate-interval 1000000 --save-interval 1000000 --save-dir checkpoints
+            --no-epoch-checkpoints --log-format simple --num-workers 0 --seed 1
+            --log-interval {max(1, self.updates // lines)}"""
+        self.run("train", command, lambda line: show_progress(line, loss))
 
     def run(self, name: str, command: str, on_line=lambda line: None) -> list[str]:
         """Lines of a command's output, which goes to ``logs/NAME.log``; all are in commands.sh.

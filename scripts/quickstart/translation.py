@@ -1,15 +1,13 @@
 """From pairs of sentences to a multilingual translation model with experts, on this machine."""
 
-import functools
 import os
 import re
 import time
 from pathlib import Path
 
-import sentencepiece
 from parallel import SIDES, Pairs, build_pairs
 from sacrebleu import corpus_bleu
-from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say, show_progress
+from steps import EXPERTS, GPUS, RANKS, Commands, QuickstartError, prepare, say
 
 from fairseq_tutel import picture
 
@@ -24,24 +22,17 @@ PREPROCESS = """fairseq-preprocess --source-lang {source} --target-lang {target}
     --validpref pieces/{pair}.valid --testpref pieces/{pair}.test --destdir data
     --workers {workers}"""
 # languages of sentences and translations as tokens, as NLLB has them
-LANGUAGES = """--task translation_multi_simple_epoch --langs {langs} --lang-pairs {pairs}
-    --encoder-langtok src --decoder-langtok --user-dir fairseq_tutel"""
-TRAIN = f"""python -m fairseq_tutel.launch --nproc-per-node {RANKS} -- fairseq-train data
-    {LANGUAGES} --sampling-method temperature --sampling-temperature 1
+LANGUAGES = """--task translation_multi_simple_epoch --langs LANGS --lang-pairs PAIRS
+    --encoder-langtok src --decoder-langtok --user-dir fairseq_tutel
+    --required-batch-size-multiple 1"""
+TRAIN = f"""{LANGUAGES} --sampling-method temperature --sampling-temperature 1
     --arch transformer_moe --encoder-layers 2 --decoder-layers 2 --encoder-embed-dim 128
     --encoder-ffn-embed-dim 512 --encoder-attention-heads 4 --decoder-attention-heads 4
     --encoder-normalize-before --decoder-normalize-before --share-all-embeddings
     --max-source-positions 256 --max-target-positions 256 --dropout 0.0
-    --moe-freq 2 --moe-expert-count {EXPERTS} --moe-second-expert-policy all --use-moe-pad-mask
+    --moe-freq 2 --moe-second-expert-policy all --use-moe-pad-mask --moe-load-log-interval 10
     --criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt 0.01
-    --moe-gate-loss-combine-method sum --max-tokens {MAX_TOKENS // RANKS}
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
-    --lr 0.002 --lr-scheduler cosine --warmup-updates {{warmup}} --warmup-init-lr 0
-    --lr-period-updates {{period}} --max-update {{stop_at}} --required-batch-size-multiple 1
-    --validate-interval-updates {{validate_every}} --validate-interval 1000000
-    --save-interval 1000000 --save-dir checkpoints --no-epoch-checkpoints
-    --moe-load-log-interval 10 --log-format simple --log-interval {{log_every}} --num-workers 0
-    --seed 1"""
+    --moe-gate-loss-combine-method sum --max-tokens {MAX_TOKENS // RANKS}"""
 GENERATE = f"""fairseq-generate data {LANGUAGES} --path checkpoints/checkpoint_last.pt
     --source-lang {{source}} --target-lang {{target}} --gen-subset test --beam 4
     --max-len-a 2 --max-len-b 20 --batch-size 100 --bpe sentencepiece
@@ -49,58 +40,37 @@ GENERATE = f"""fairseq-generate data {LANGUAGES} --path checkpoints/checkpoint_l
 
 
 class Translation(Commands):
-    """One run: its folder, its data, what it found out, and its steps."""
+    """Steps of the quickstart for translation, and what they found out."""
 
     def __init__(self, folder: Path, updates: int, corpus: dict[tuple[str, str], Pairs], own: bool):
-        super().__init__(folder)
-        self.updates, self.corpus, self.own = updates, corpus, own
+        super().__init__(folder, updates)
+        self.corpus, self.own = corpus, own
         self.languages = list(dict.fromkeys(name for pair in corpus for name in pair))
         self.directions = [d for pair in corpus for d in (pair, pair[::-1])]
         # (sentence, translation by the model, translation of the data), by direction
         self.translated: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
 
-    def _multilingual(self, command: str, **values) -> str:
-        """A command of the task, which wants all languages and directions in one order."""
+    def _multilingual(self, command: str) -> str:
+        """Return a command of the task, which wants all languages and directions in one order."""
         pairs = ",".join(map("-".join, self.directions))
-        return command.format(langs=",".join(self.languages), pairs=pairs, **values)
+        return command.replace("LANGS", ",".join(self.languages)).replace("PAIRS", pairs)
 
     def tokenizer(self) -> None:
         """One sentencepiece model of all languages, and fairseq's dictionary of its pieces."""
-        for name in ("corpus", "tokenizer", "pieces"):
-            (self.folder / name).mkdir()
-        for (one, other), sides in self.corpus.items():
-            counts = ", ".join(f"{len(sides[side]):,} {side}" for side in SIDES)
-            say(f"      {one}-{other}  {counts}")
-            for side in SIDES:
-                for number, language in enumerate((one, other)):
-                    lines = "".join(f"{pair[number]}\n" for pair in sides[side])
-                    self._text("corpus", one, other, side, language).write_text(lines, "utf-8")
-        train = [
-            str(self._text("corpus", *pair, "train", language))
-            for pair in self.corpus
-            for language in pair
-        ]
-        model = self.folder / "tokenizer" / "sentencepiece.model"
-        sentencepiece.SentencePieceTrainer.train(
-            input=train, model_prefix=str(model.with_suffix("")), model_type="bpe",
-            vocab_size=VOCABULARY[not self.own], hard_vocab_limit=False,
-            character_coverage=0.9999 if self.own else 1.0,
-            num_threads=2, minloglevel=2,
-        )  # fmt: skip
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        texts = {}
         for pair, sides in self.corpus.items():
+            name = "-".join(pair)
+            say(f"      {name}  {', '.join(f'{len(sides[side]):,} {side}' for side in SIDES)}")
             for side in SIDES:
-                for number, language in enumerate(pair):
-                    lines = [each[number] for each in sides[side]]
-                    pieces = processor.encode(lines, out_type=str)
-                    text = "".join(" ".join(each) + "\n" for each in pieces)
-                    self._text("pieces", *pair, side, language).write_text(text, "utf-8")
+                for language, lines in zip(pair, zip(*sides[side], strict=True), strict=True):
+                    texts[f"{name}.{side}.{language}"] = list(lines)
+        processor = self.cut_into_pieces(
+            texts, [name for name in texts if ".train." in name],
+            vocab_size=VOCABULARY[not self.own], character_coverage=0.9999 if self.own else 1.0,
+        )  # fmt: skip
         names = [processor.id_to_piece(i) for i in range(3, processor.get_piece_size())]
         text = "".join(f"{name} 1\n" for name in names)
         (self.folder / DICTIONARY).write_text(text, encoding="utf-8")
-
-    def _text(self, kind: str, one: str, other: str, side: str, language: str) -> Path:
-        return self.folder / kind / f"{one}-{other}.{side}.{language}"
 
     def preprocess(self) -> None:
         """fairseq's data-bin, one command per pair of languages; a pair serves both directions."""
@@ -110,20 +80,14 @@ class Translation(Commands):
             self.run("preprocess", PREPROCESS.format(**names))
 
     def train(self, stop_at: int) -> None:
-        """Up to an update, from the last checkpoint if there is one."""
-        warmup = min(100, self.updates // 4)
-        period = self.updates - warmup + 1  # with one less the schedule would begin again
-        command = self._multilingual(
-            TRAIN, stop_at=stop_at, warmup=warmup, period=period,
-            validate_every=max(1, self.updates // 4), log_every=max(1, self.updates // 20),
-        )  # fmt: skip
-
-        self.run("train", command, functools.partial(show_progress, loss="nll_loss"))
+        """Train up to an update."""
+        command = self._multilingual(TRAIN)
+        self.train_up_to(stop_at, command, warmup=100, validations=4, lines=20, loss="nll_loss")
 
     def generate(self) -> None:
         """Translate what was held out, in every direction."""
         for source, target in self.directions:
-            command = self._multilingual(GENERATE, source=source, target=target)
+            command = self._multilingual(GENERATE).format(source=source, target=target)
             lines = self.run(f"generate-{source}-{target}", command)
             rows: dict[str, dict[int, str]] = {"S": {}, "D": {}, "T": {}}
             for line in lines:
@@ -179,19 +143,16 @@ def translation(paths: list[Path], out: Path, updates: int) -> None:
     corpus = build_pairs(paths)  # before an earlier run is removed, as it may fail
     prepare(out)
     quick = Translation(out.absolute(), updates, corpus, own=bool(paths))
-    begin = time.monotonic()
-    for title, step, *arguments in (
+    quick.follow([
         ("Train a sentencepiece model", quick.tokenizer),
         ("fairseq-preprocess", quick.preprocess),
         ("Train the first half, then stop", quick.train, updates // 2),
         ("Resume from the checkpoint and train the second half", quick.train, updates),
         ("Translate held-out sentences with fairseq-generate", quick.generate),
         ("Draw which experts each language uses", quick.picture),
-    ):
-        say(f"\n[{time.monotonic() - begin:3.0f} s] {title}")
-        step(*arguments)
+    ])  # fmt: skip
     exact = quick.report()
     say(f"\n{EXPERTS} experts in each MoE layer, on {RANKS} {'GPU' if GPUS else 'CPU'} ranks")
-    say(f"{time.monotonic() - begin:.0f} s; everything, with the pictures: {quick.folder}")
+    say(f"{time.monotonic() - quick.begin:.0f} s; everything, with the pictures: {quick.folder}")
     if updates >= UPDATES and not paths and not exact >= REQUIRED:
         raise QuickstartError(f"only {exact:.1f} % of the numbers came out right, not {REQUIRED} %")

@@ -21,7 +21,7 @@
 # published claims: python -m fairseq_tutel.plan claims --figures DIR/figures --measured DIR
 #
 # What stands after -- goes to every sbatch, as in: -- --partition gpu --account lab --time 1:00:00
-# The environment that the batch scripts read (scripts/slurm/bench_train.sbatch --help) is passed on.
+# The environment that the batch scripts read (scripts/slurm/bench.sbatch --help) is passed on.
 
 set -euo pipefail
 here=$(dirname "$0")
@@ -87,19 +87,19 @@ for count in $gpus; do
         name=moe-$job-$count
         case $job in
             layer)
-                submit "$name" "$nodes" "$each" bench_layer.sbatch --preset fig14 \
+                submit "$name" "$nodes" "$each" bench.sbatch layer --preset fig14 \
                     --output "$results/layer-$count.json"
                 ;;
             alltoall)
-                submit "$name" "$nodes" "$each" bench_alltoall.sbatch \
+                submit "$name" "$nodes" "$each" bench.sbatch alltoall \
                     --output "$results/alltoall-$count.json"
                 launch_options="--bind none"
-                submit "moe-$job-unbound-$count" "$nodes" "$each" bench_alltoall.sbatch \
+                submit "moe-$job-unbound-$count" "$nodes" "$each" bench.sbatch alltoall \
                     --output "$results/alltoall-unbound-$count.json"
                 launch_options=''
                 ;;
             train)
-                submit "$name" "$nodes" "$each" bench_train.sbatch \
+                submit "$name" "$nodes" "$each" bench.sbatch train \
                     --preset meta-8gpu-rank --one-by-one --updates "$updates" \
                     --override model.moe_benchmark=true,model.moe_force_load=1 \
                     --output "$results/train-$count.json"

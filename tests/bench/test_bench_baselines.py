@@ -60,15 +60,15 @@ def test_fewest_bytes_are_those_of_inputs_and_outputs(shape):
         return sum(map(size, value)) if isinstance(value, list | tuple) else 0
 
     kernels, full = bench_kernels.make_kernels(shape, torch.device("cpu"), seed=1, sets=1)
-    found = {each.name: each for each in kernels}
-    _, row, pair = found["dispatch"].inputs[0]
+    _, ((_, row, pair),) = kernels["dispatch"]
     assert full == (pair >= 0).double().mean().item() and 0.5 < full < 1
-    empty = int((pair < 0).sum()) * shape.model_dim * found["combine"].inputs[0][0].itemsize
+    _, ((rows, *_),) = kernels["combine"]
+    empty = int((pair < 0).sum()) * shape.model_dim * rows.itemsize
     unread = {"dispatch": size(row), "dispatch bwd": empty, "combine": size(pair) + empty,
               "combine bwd": size(row) + empty}  # fmt: skip
     for name, fewest in bench_kernels.fewest_bytes(shape, full).items():
-        inputs = found[name].inputs[0]
-        moved = size(inputs) + size(found[name].call(*inputs)) - unread.get(name, 0)
+        run, (inputs,) = kernels[name]
+        moved = size(inputs) + size(run(*inputs)) - unread.get(name, 0)
         assert moved == fewest, name
 
 

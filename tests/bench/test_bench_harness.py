@@ -11,18 +11,13 @@ import record
 import torch
 from harness import Case, Goal, Point, call, peak_memory, sweep, time_cases
 from program import Ranks
-from record import median_interval, percentiles
+from record import median_interval
 
 RANKS = Ranks(torch.device("cpu"))
 
 
 def options(path):
     return Namespace(tiny=False, repetitions=None, output=path)
-
-
-def test_percentiles():
-    got = percentiles([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
-    assert got == pytest.approx({"min": 1.0, "p20": 2.0, "p50": 3.5, "p80": 5.0})
 
 
 @pytest.mark.parametrize("count, low, high", [(5, 1, 5), (6, 1, 6), (9, 2, 8), (61, 23, 39)])
@@ -44,7 +39,8 @@ def test_cases_take_turns_and_rotate():
 
         return Case(name, forward, lambda: [leaf])
 
-    times = time_cases([case(name) for name in "abc"], RANKS, repetitions=8, warmup=1)
+    times = {}
+    time_cases([case(name) for name in "abc"], RANKS, 8, times, warmup=1)
     turns = [calls[first : first + 3] for first in range(0, len(calls), 3)]
     assert all({name for name, _ in turn} == set("abc") for turn in turns) and len(turns) == 9
     assert all(len({number for _, number in turn}) == 1 for turn in turns)
@@ -61,22 +57,24 @@ def test_cases_take_turns_and_rotate():
 
 def test_clocks():
     """A processor's time is not that of waiting; ``wall`` is that of one of several calls."""
-    case = Case("waits", call(lambda: time.sleep(0.05)))
-    (wall,) = time_cases([case], RANKS, 1, warmup=0, calls=3)["waits"]["wall"]
-    (busy,) = time_cases([case], RANKS, 1, warmup=0, clock="processor")["waits"]["forward"]
+    case = Case("waits", call(lambda _: time.sleep(0.05)))
+    wall, busy = {}, {}
+    time_cases([case], RANKS, 1, wall, warmup=0, calls=3)
+    time_cases([case], RANKS, 1, busy, warmup=0, clock="processor")
+    (wall,), (busy,) = wall["waits"]["wall"], busy["waits"]["forward"]
     assert wall >= 50 and busy < 0.5 * wall
 
 
 def test_an_interrupted_run_keeps_its_repetitions_and_prints_its_goals(tmp_path, capsys):
     turns = []
 
-    def stops():
+    def stops(_):
         turns.append(1)
         if len(turns) == 4:
             raise KeyboardInterrupt
 
     path = tmp_path / "x.json"
-    cases = [Case("this", call(stops)), Case("that", call(lambda: None))]
+    cases = [Case("this", call(stops)), Case("that", call(lambda _: None))]
     point = Point("p", cases, derive=lambda found: {"this": {"share": 0.5}})
     point.goals = [Goal("this", "share", 1.0, at_most=True), Goal("this", "unknown", 1.0)]
     with pytest.raises(KeyboardInterrupt):
@@ -96,7 +94,7 @@ def test_goals_are_printed_once_as_a_point_ends(tmp_path, capsys):
     def points():
         for name in "ab":
             figures = lambda found: {"this": {"share": 2.0}}  # noqa: E731
-            case, bound = Case("this", call(lambda: None)), Goal("this", "share", 3.0)
+            case, bound = Case("this", call(lambda _: None)), Goal("this", "share", 3.0)
             yield Point(name, [case], derive=figures, goals=[bound])
             said.append(capsys.readouterr().out)
 
@@ -108,12 +106,14 @@ def test_goals_are_printed_once_as_a_point_ends(tmp_path, capsys):
 
 
 def test_what_finds_no_memory_is_left_out(tmp_path):
-    def full():
+    def full(_):
         raise torch.cuda.OutOfMemoryError("as CUDA says it")
 
-    points = [Point("p", [Case("large", call(full))])]
-    results = sweep("x", options(tmp_path / "x.json"), RANKS, points, repetitions=1)
-    assert results["p"]["not_run"] == {"large": "it ran out of memory on this GPU"}
+    points = [Point("p", [Case("large", call(full)), Case("small", call(print))])]
+    sweep("x", options(tmp_path / "x.json"), RANKS, points, repetitions=1)
+    found = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["results"]["p"]
+    assert found["not_run"] == {"large": "it ran out of memory on this GPU"}
+    assert list(found["ms"]) == ["small"]
 
 
 def test_peak_memory_sees_an_allocation():

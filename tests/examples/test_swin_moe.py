@@ -70,7 +70,8 @@ def test_attention_is_that_of_every_patch_by_itself(shift):
 
 def updates(options, first, last, folder=None):
     """Losses of updates of a run without noise, over all ranks; saved at the end in ``folder``."""
-    train = example("train")
+    train, model = example("train"), example("model")
+    model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], drop_path=0.0)
     rank, world_size = process_world()
     words = ["--no-augment", "--clip-norm", "0.5", "--epochs", "1", *options]
     run = train.Run(train.parse(words), rank, world_size, torch.device("cpu"))
@@ -91,25 +92,15 @@ def test_ranks_train_as_one_and_go_on_from_each_other(tmp_path):
     plain = ["gate_noise=0.0", "load_importance_loss=False", "capacity_factor=0.0",
              "batch_prioritized=False", "balance_scope=global"]  # fmt: skip
     options = [word for each in plain for word in ("--option", each)]
-    sys.modules.pop("train", None)
-    drop = {"drop_path": 0.0}
-    model = example("model")
-    model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], **drop)
     alone = updates(options, 0, 6)
-    on_two = run_ranks(steps_on_ranks, 2, options, 0, 3, str(tmp_path))[0]
+    on_two = run_ranks(updates, 2, options, 0, 3, str(tmp_path))[0]
     shutil.copytree(tmp_path, tmp_path / "of_two")
     on_one = updates(options, 3, 4, str(tmp_path / "of_two"))
-    on_four = run_ranks(steps_on_ranks, 4, options, 3, 5, str(tmp_path))[0]
+    on_four = run_ranks(updates, 4, options, 3, 5, str(tmp_path))[0]
     again = updates(options, 5, 6, str(tmp_path))
     assert [*on_two, *on_four, *again] == pytest.approx(alone, rel=1e-5)
     assert on_one == pytest.approx(alone[3:4], rel=1e-5)
     assert alone[-1] < alone[0]
-
-
-def steps_on_ranks(options, first, last, folder):
-    model = example("model")
-    model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], drop_path=0.0)
-    return updates(options, first, last, folder)
 
 
 @pytest.mark.long

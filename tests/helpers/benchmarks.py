@@ -35,7 +35,7 @@ def rehearse(name, folder, words, ranks=1, phase=None):
     result = json.loads(path.read_text(encoding="utf-8"))
     assert {"date", "command", "hardware", "versions", "commit"} <= result.keys()
     assert result["world_size"] == ranks and "complete" not in result
-    for found in result["results"].values() if isinstance(result["results"], dict) else ():
+    for found in result["results"].values():
         check_point(found, phase)
     return result
 
@@ -46,7 +46,7 @@ def _main(name, argv):
 
 def check_point(found, phase=None):
     """Compare percentiles with the raw times, and ratios with those of pairs."""
-    if isinstance(found["raw_ms"], list):  # of several processes
+    if not found["raw_ms"] or isinstance(found["raw_ms"], list):  # of several processes
         return
     for name, phases in found["raw_ms"].items():
         for each, times in phases.items():

@@ -185,7 +185,7 @@ def test_train_without_a_command(tmp_path, slurm):
 @pytest.mark.parametrize("kind", ["layer", "alltoall", "train"])
 def test_benchmarks(tmp_path, slurm, kind):
     (tmp_path / "code").write_text("4")
-    result = run(f"bench_{kind}.sbatch", "--output", "x.json", env=slurm)
+    result = run("bench.sbatch", kind, "--output", "x.json", env=slurm)
     assert result.returncode == 4
     assert " ".join(command_of(tmp_path)) == f"python scripts/bench/bench_{kind}.py --output x.json"
 
@@ -199,9 +199,12 @@ def test_outside_a_checkout(tmp_path, slurm):
     assert result.returncode == 2 and "no checkout of fairseq_tutel" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "script", ["train.sbatch", "bench_layer.sbatch", "bench_alltoall.sbatch", "bench_train.sbatch"]
-)
+def test_an_unknown_benchmark_is_refused(slurm):
+    result = run("bench.sbatch", "generate-all", env=slurm)
+    assert result.returncode == 2 and "give layer, alltoall or train" in result.stderr
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "bench.sbatch"])
 def test_help(script):
     result = run(script, "--help", env=OUTSIDE)
     assert result.returncode == 0
@@ -218,7 +221,7 @@ def test_ladder(tmp_path, slurm):
     assert all("--partition gpu" in line for line in lines)
     nodes = [line.split("--nodes ")[1].split()[0] for line in lines if "moe-train-" in line]
     assert nodes == ["1", "2", "4", "8", "16", "32", "64"]
-    assert "bench_train.sbatch --preset meta-8gpu-rank --one-by-one --updates 10 " in lines[-1]
+    assert "bench.sbatch train --preset meta-8gpu-rank --one-by-one --updates 10 " in lines[-1]
     assert lines[-1].split()[-2:] == ["--output", "runs/ladder/train-512.json"]
 
 

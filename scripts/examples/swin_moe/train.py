@@ -21,14 +21,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import data
 import torch
 from model import PRESETS, SwinConfig, SwinMoE
 from torch import Tensor, nn
 from torch.distributed import all_reduce, destroy_process_group, init_process_group
-from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_tutel import moe, training
 from fairseq_tutel.checkpoint import load_file
@@ -110,11 +108,10 @@ class Run:
             start_from(weights, self.model)
         self.model.to(device)
         self.layers = [m for m in self.model.modules() if isinstance(m, moe.MoELayer)]
-        wrap = training.wrap_data_parallel if self.layers else DistributedDataParallel
-        self.net = wrap(self.model) if world_size > 1 else self.model
+        self.net = training.wrap_data_parallel(self.model) if world_size > 1 else self.model
         groups = self.model.decay_groups(options.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr)
-        self.scaler = training.grad_scaler() if options.amp == "fp16" else None
+        self.scaler = training.grad_scaler(enabled=options.amp == "fp16")
         self.steps = max(len(self.images) // options.batch_size, 1)
         self.use: moe.Utilisation | None = None
 
@@ -125,10 +122,8 @@ class Run:
 
     def autocast(self):
         """The context of ``--amp``."""
-        if self.options.amp == "none":
-            return contextlib.nullcontext()
-        dtype = torch.bfloat16 if self.options.amp == "bf16" else torch.float16
-        return torch.autocast(self.device.type, dtype)
+        dtype = {"fp16": torch.float16}.get(self.options.amp, torch.bfloat16)
+        return torch.autocast(self.device.type, dtype, enabled=self.options.amp != "none")
 
     def share(self, indices: Tensor) -> Tensor:
         """This rank's part of a batch."""
@@ -141,32 +136,19 @@ class Run:
         x, y = self.images.batch(self.share(indices), self.config.channels, augment)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.options, number, self.steps)
-        with self.collecting() as aux, self.autocast():
+        with training.collect_aux(self.model) as aux, self.autocast():
             logits = self.net(x.to(self.device))
         smoothing = {"label_smoothing": self.options.label_smoothing}
         loss = nn.functional.cross_entropy(logits.float(), y.to(self.device), **smoothing)
-        total = loss + self.options.aux_weight * aux.loss if aux is not None else loss
-        self.update(total)
-        if aux is not None and self.layers[0].config.load_bias != "none":
+        self.scaler.scale(loss + self.options.aux_weight * aux.loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        training.clip_grad_norm_(self.net, self.options.clip_norm)  # with all ranks' experts
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.layers and self.layers[0].config.load_bias != "none":
             training.update_load_bias(self.model, [aux])
         return loss.item()
-
-    def update(self, loss: Tensor) -> None:
-        """Backward pass, clipping over all experts and dense weights, optimizer."""
-        scaler, norm = self.scaler, self.options.clip_norm
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        if self.layers:
-            training.clip_grad_norm_(self.net, norm)
-        else:
-            nn.utils.clip_grad_norm_(self.net.parameters(), norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
-        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -175,10 +157,10 @@ class Run:
         right, counts = torch.zeros((), device=self.device), []
         for indices in torch.arange(len(self.held_out)).split(4 * self.options.batch_size):
             x, y = self.held_out.batch(self.share(indices), self.config.channels, False)
-            with self.collecting() as aux, self.autocast():
+            with training.collect_aux(self.model) as aux, self.autocast():
                 logits = self.model(x.to(self.device))
             right += (logits.argmax(1) == y.to(self.device)).sum()
-            if aux is not None:
+            if self.layers:
                 reports = [report for _, report in aux.layers]
                 counts.append(moe.routing_counts(reports, self.layers[0].groups))
         self.model.train()
@@ -189,39 +171,14 @@ class Run:
         self.use = moe.utilisation(moe.RoutingCounts(*sums)) if sums else None
         return right.item() / len(self.held_out)
 
-    def collecting(self):
-        """The aux losses of a forward pass; None of a dense model."""
-        return training.collect_aux(self.model) if self.layers else contextlib.nullcontext()
-
-    def path(self) -> str:
-        """Return the path of the checkpoint."""
-        return str(self.options.save_dir / "checkpoint_last.pt")
-
-    def save(self, state: dict[str, Any]) -> None:
-        """A checkpoint; of a dense model, which no rank holds a part of, by torch alone."""
-        if self.layers:
-            training.save_checkpoint(self.path(), self.model, self.optimizer, state)
-        elif self.rank == 0:
-            self.options.save_dir.mkdir(parents=True, exist_ok=True)
-            parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save({**parts, "extra": state}, self.path())
-
-    def load(self) -> dict[str, Any]:
-        """Go on from what :meth:`save` wrote; its ``state``."""
-        if self.layers:
-            return training.load_checkpoint(self.path(), self.model, self.optimizer)
-        file = load_file(self.path())
-        self.model.load_state_dict(file["model"])
-        self.optimizer.load_state_dict(file["optimizer"])
-        return file["extra"]
-
     def train(self) -> float:
-        """All epochs that are left; the held-out accuracy of the last."""
+        """Run all epochs that are left; return the held-out accuracy of the last."""
         options, first, accuracy = self.options, 0, 0.0
-        if options.save_dir and training.checkpoint_exists(self.path()):
-            state = self.load()
+        path = options.save_dir and options.save_dir / "checkpoint_last.pt"
+        if path and training.checkpoint_exists(path):
+            state = training.load_checkpoint(path, self.model, self.optimizer)
             first, accuracy = state["epoch"], state["accuracy"]
-            if self.scaler is not None and "scaler" in state:
+            if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
             self.say(f"resumed after epoch {first}: held-out accuracy {100 * accuracy:.2f} %")
         for epoch in range(first, options.epochs):
@@ -237,11 +194,10 @@ class Run:
                 f"epoch {epoch + 1}/{options.epochs} | loss {sum(losses) / len(losses):.4f} | "
                 f"held-out accuracy {100 * accuracy:.2f} % | {took:.1f} s"
             )
-            if options.save_dir:
+            if path:
                 state = {"epoch": epoch + 1, "accuracy": accuracy}
-                if self.scaler is not None:
-                    state["scaler"] = self.scaler.state_dict()
-                self.save(state)
+                state["scaler"] = self.scaler.state_dict()
+                training.save_checkpoint(path, self.model, self.optimizer, state)
         return accuracy
 
 
