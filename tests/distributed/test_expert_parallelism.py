@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.assertions import rms_ratio
-from helpers.distributed import on_ranks, run_ranks
+from helpers.distributed import on_ranks
 from helpers.layers import HIDDEN, M, make_layer, run, tokens_of
 from helpers.slices import join_slices
 from torch import nn
@@ -24,7 +24,6 @@ from fairseq_tutel.distributed import (
     without_held_experts,
 )
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.moe.source_dropout import SourceDropout
 
 EXPERTS = (1, 2, 4, 8)
 EQUAL = (6,) * 8
@@ -165,12 +164,6 @@ def test_every_r_gives_what_one_process_computes():
     _train()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_training_is_the_same_on_other_numbers_of_ranks(world_size):
-    run_ranks(_train, world_size, timeout=300)
-
-
 def test_simulated_ranks_copy_what_they_would_send_and_gather():
     for experts in (2, 8):
         groups = build_groups(experts, simulate_world_size=8, placement="sliced")
@@ -188,19 +181,6 @@ def test_simulated_ranks_copy_what_they_would_send_and_gather():
             assert prepared.params[2].shape == (held, M, HIDDEN // (r or 1))
 
 
-def test_dropout_is_that_of_the_pair_of_each_row():
-    """Rows of two tokens with two choices, of two parts each; some are empty."""
-    pair_of_row = [7, 0, -1, 2, 5, 4]  # t * 4 + part * 2 + choice
-    rows, keep = torch.randn(6, M), torch.rand(4, M) < 0.5
-    drop = SourceDropout(keep, copies=2, dropout=0.5)
-    dest_row = torch.empty(2, 4, dtype=torch.int32)  # only its shape counts
-    got = drop(rows, dest_row, torch.tensor(pair_of_row, dtype=torch.int32))
-    for row, pair in enumerate(pair_of_row):
-        if pair >= 0:
-            choice = 2 * (pair // 4) + pair % 2
-            assert torch.equal(got[row], torch.where(keep[choice], 2 * rows[row], 0.0))
-
-
 def test_parts_of_an_expert_draw_unlike_masks():
     seeds = []
     for part in range(3):
@@ -208,10 +188,3 @@ def test_parts_of_an_expert_draw_unlike_masks():
         seed = ops.FFNOptions("relu", (0.5, 0.0), part).draw_seed(torch.device("cpu"))
         seeds += [int(seed), int(seed) + 1]  # of both masks
     assert len(set(seeds)) == 6
-
-
-def test_one_process_has_no_ranks_to_gather_from():
-    x, target, _ = tokens_of(EQUAL)
-    layer = make_layer(build_groups(4, placement="sliced"))
-    whole = run(layer, x[:6], target[:6])
-    compare(run(layer, x[:6], target[:6], r=0), whole, "r=0", units=1e-15)
