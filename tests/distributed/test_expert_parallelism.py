@@ -24,6 +24,7 @@ from fairseq_tutel.distributed import (
     without_held_experts,
 )
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.source_dropout import SourceDropout
 
 EXPERTS = (1, 2, 4, 8)
 EQUAL = (6,) * 8
@@ -179,6 +180,19 @@ def test_simulated_ranks_copy_what_they_would_send_and_gather():
             held = experts if r == 0 else 1
             assert prepared.params[0].shape == (held, HIDDEN // (r or 1), M)
             assert prepared.params[2].shape == (held, M, HIDDEN // (r or 1))
+
+
+def test_dropout_is_that_of_the_pair_of_each_row():
+    """Rows of two tokens with two choices, of two parts each; some are empty."""
+    pair_of_row = [7, 0, -1, 2, 5, 4]  # t * 4 + part * 2 + choice
+    rows, keep = torch.randn(6, M), torch.rand(4, M) < 0.5
+    drop = SourceDropout(keep, copies=2, dropout=0.5)
+    dest_row = torch.empty(2, 4, dtype=torch.int32)  # only its shape counts
+    got = drop(rows, dest_row, torch.tensor(pair_of_row, dtype=torch.int32))
+    for row, pair in enumerate(pair_of_row):
+        if pair >= 0:
+            choice = 2 * (pair // 4) + pair % 2
+            assert torch.equal(got[row], torch.where(keep[choice], 2 * rows[row], 0.0))
 
 
 def test_parts_of_an_expert_draw_unlike_masks():

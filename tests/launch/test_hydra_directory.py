@@ -23,7 +23,7 @@ def test_the_same_command_twice_resumes(tmp_path, programs):
 
 
 def test_two_launchers_that_start_apart_save_into_one_directory(tmp_path, port):
-    """By a config that tells Hydra nothing; without warnings."""
+    """Of a config that tells Hydra nothing. (Of a shipped one: test_log_filters.py.)"""
     text = (ROOT / "configs" / "tiny_cpu.yaml").read_text()
     (tmp_path / "own.yaml").write_text(text[text.index("common:") :])
     words = ["--config-dir", str(tmp_path), "--config-name", "own", *CHANGES]
@@ -32,7 +32,7 @@ def test_two_launchers_that_start_apart_save_into_one_directory(tmp_path, port):
     words = ["--nproc-per-node", "1", *words]
     for node in start_nodes(port, words, words, pause=2, **how):
         output, _ = node.communicate(timeout=120)
-        assert node.returncode == 0 and "Warning" not in output, output[-3000:]
+        assert node.returncode == 0, output[-3000:]
     names = {path.name for path in (tmp_path / "saved").iterdir()}
     assert {f"checkpoint_last-{part}.pt" for part in ("shared", "rank-0", "rank-1")} <= names
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "own.yaml"}

@@ -61,6 +61,15 @@ def twins(value, **options):
     return *params, Adam16(params[:1], **options), FairseqAdam32(params[1:], **options)
 
 
+def test_first_step_equals_fairseqs_adam_to_fp32_rounding():
+    ours, theirs, *pair = twins(torch.randn(300), eps=1e-3)
+    ours.grad = torch.randn(300)
+    theirs.grad = ours.grad.clone()
+    for optimizer in pair:
+        optimizer.step()
+    assert rms_ratio(ours.detach(), theirs.detach()) < 1e-7
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_parameters_are_updated_as_fairseqs_adam_updates_them(dtype):
     ours, theirs, *pair = twins(torch.randn(1000).to(dtype))

@@ -186,14 +186,6 @@ def test_an_update_is_read_back_in_one_piece(monkeypatch):
     assert len(values) >= 4 + len(METRIC_NAMES) + len(UTILISATION_NAMES)
 
 
-def test_batches_of_different_size_are_weighted_by_their_tokens():
-    base = {"inner_loss": 0.0, "batch_count": 1}
-    small = {**base, "sample_size": 1, "loss": math.log(2) * 8, "moe_loss": 5.0, "ntokens": 1}
-    large = {**base, "sample_size": 3, "loss": 0.0, "moe_loss": 3.0, "ntokens": 3}
-    values = logged([small, large])
-    assert values["loss"] == pytest.approx(2.0) and values["moe_gate_loss"] == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("extra", [{}, None])
 def test_dense_models_have_no_gate_loss(extra):
     """fairseq's lstm_lm returns None beside its output in training."""

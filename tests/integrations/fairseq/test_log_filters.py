@@ -1,9 +1,10 @@
 """A start of fairseq's programs without warnings that no user can do anything about."""
 
 import re
+import sys
 import warnings
 
-from helpers.commands import ROOT, SMALL_LM, fairseq_command
+from helpers.commands import ROOT, SMALL_LM, fairseq_command, run
 
 from fairseq_tutel.command_line import quiet
 from fairseq_tutel.integrations.fairseq.errors import log_filters
@@ -64,3 +65,10 @@ def test_evaluation_shows_neither_hydras_notes_nor_the_whole_config(programs):
         assert done.status == 0, done.text[-3000:]
         assert "DEBUG" not in done.text
         assert not [line for line in done.text.splitlines() if len(line) > 2000]
+
+
+def test_the_launcher_starts_hydra_without_warnings_in_the_directory_it_is_in(tmp_path):
+    words = """-m fairseq_tutel.launch --nproc-per-node 1 -- fairseq-hydra-train
+        --config-name tiny_cpu optimization.max_update=1 checkpoint.save_dir=saved"""
+    assert "Warning" not in run([sys.executable, *words.split()], cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]

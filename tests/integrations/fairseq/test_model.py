@@ -59,15 +59,6 @@ def test_without_sparse_layers_it_is_the_stock_model_to_the_bit():
     assert torch.equal(forward(model)[0], forward(stock)[0])
 
 
-def test_widths_of_experts_and_of_the_dense_layers_in_their_place():
-    model = build("--alternate-decoder-ffn-embed-dim", "40")
-    assert not model.moe_layers and forward(model)[1]["moe"] == []
-    assert [layer.fc1.weight.shape for layer in model.decoder.layers] == [(24, 16), (40, 16)]
-    state = build("--moe-expert-count", "2", "--moe-expert-ffn-dim", "12").state_dict()
-    assert state["decoder.layers.1.moe_layer.experts.1.fc1.weight"].shape == (12, 16)
-    assert state["decoder.layers.0.fc1.weight"].shape == (24, 16)
-
-
 class MoEEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
     """A block of an encoder: all that one takes."""
 

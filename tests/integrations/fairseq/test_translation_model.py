@@ -120,18 +120,6 @@ def test_sizes_are_stock_ones(ours, stock):
     assert mine.decoder_embed_dim in (None, theirs.decoder_embed_dim)
 
 
-def test_options_reach_the_layers_of_both_stacks():
-    words = "--moe-eom 0.2 --moe-fom 0.1 --moe-router cosine --moe-top-k 3 --moe-wire fp16"
-    words += " --moe-expert-ffn-dim 12 --moe-expert-network swiglu --moe-shared-expert-ffn-dim 6"
-    layers = build(*FOUR, *words.split()).moe_layers
-    assert list(layers) == ["encoder.1", "decoder.1"]
-    for layer in layers.values():
-        config = layer.config
-        assert (config.expert_output_masking, config.final_output_masking) == (0.2, 0.1)
-        assert (config.router, config.top_k, layer.exchange_config.wire) == ("cosine", 3, "fp16")
-        assert layer.experts.hidden_dim == 12 and layer.shared_expert.fc1.out_features == 6
-
-
 def test_nllb_200_has_its_published_number_of_parameters():
     """arXiv 2207.04672: 54.5 billion; its dictionary has 256,206 symbols."""
     parser = options.get_training_parser()

@@ -233,3 +233,36 @@ def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
         for key, grad in got_grads.items():
             if not key.endswith("k_proj.bias"):
                 assert rms_ratio(grad, grads[key]) < 1e-4, key
+
+
+def _validate(cfg):
+    """Validation of five batches of all kinds: two, then one rank has none left."""
+    rank, world_size = process_world()
+    kinds = ([8] * 4, [5, 3], [8, 1], [2], [7, 7, 7])
+    batches = [make_batch(i, lengths=lengths) for i, lengths in enumerate(kinds)]
+    share = batches[rank::world_size]
+    share += [{}] * (math.ceil(len(batches) / world_size) - len(share))
+    trainer = make_trainer(cfg)
+    total, original = {}, trainer._reduce_and_log_stats
+
+    def reduce_and_sum(logs, *rest):
+        for key in ("loss", "inner_loss", "moe_loss", "ntokens", "batch_count"):
+            total[key] = total.get(key, 0.0) + float(sum(log[key] for log in logs))
+        return original(logs, *rest)
+
+    trainer._reduce_and_log_stats = reduce_and_sum
+    for batch in share:
+        with torch.no_grad():
+            trainer.valid_step(batch)
+    return total
+
+
+def test_validation_does_not_depend_on_the_ranks():
+    options = ["", "--fp16", "--moe-eval-capacity-token-fraction 1.0"]
+    (want,) = on_ranks(1, _validate, options)
+    for world_size in (2, 4):
+        for got in on_ranks(world_size, _validate, options):
+            for words in options:
+                assert want[words]["ntokens"] == 32 + 8 + 9 + 2 + 21
+                near = 2e-3 if "fp16" in words else 1e-6
+                assert got[words] == pytest.approx(want[words], rel=near), words
