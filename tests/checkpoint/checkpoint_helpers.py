@@ -60,7 +60,6 @@ class Reference:
                 self.named[name]["exp_avg_sq"] = random(*tensor.shape)
 
     def state(self, experts: list[int], *, with_optimizer: bool = True) -> dict:
-        """What a rank with these experts holds in memory."""
 
         def mine(entries):
             kept = {}
@@ -94,7 +93,6 @@ class Reference:
         return self.state(expert_range(rank, world_size, self.num_experts), **kwargs)
 
     def save(self, path: str, world_size: int) -> None:
-        """Write the whole set as `world_size` ranks would."""
         run_ranks(world_size, lambda rank, gather: self.save_rank(path, rank, world_size, gather))
 
     def save_rank(self, path: str, rank: int, world_size: int, gather_texts) -> str:

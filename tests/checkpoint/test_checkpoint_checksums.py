@@ -26,7 +26,6 @@ def _position(path, tensor):
 
 @pytest.mark.parametrize("merged", [False, True], ids=["set", "merged"])
 def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
-    """Anywhere in the files: 87 of 180 flips were loaded without a word before."""
     reference, path = Reference(4, layers=(1,)), str(tmp_path / "m.pt")
     reference.save(path, 2)
     if merged:
@@ -48,7 +47,6 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
 
 
 def test_a_flip_anywhere_in_the_zip_directory_is_found(tmp_path):
-    """Names, flags, sizes, offsets: all that zipfile and torch take from it."""
     path = tmp_path / "one.pt"
     torch.save(Reference(2, layers=(1,)).state([0, 1]), path)
     expected = load_for_rank(str(path), rank=0, world_size=1)

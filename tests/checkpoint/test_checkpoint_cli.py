@@ -17,15 +17,6 @@ def saved(tmp_path):
     return path
 
 
-def test_as_a_command(saved, tmp_path, programs):
-    """A process, once: exit codes and streams."""
-    out = str(tmp_path / "one.pt")
-    done = programs.run(["-m", "fairseq_tutel.checkpoint", "merge", saved, out])
-    assert (done.status, done.stdout) == (0, f"{out}\n"), done.stderr
-    assert "[1/1] writing one.pt" in done.stderr
-    Reference(4).check_loadable(out, with_optimizer=False)
-
-
 def test_inspect_table(saved, capsys):
     assert main(["inspect", saved]) == 0
     table = capsys.readouterr().out

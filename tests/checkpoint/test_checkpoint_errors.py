@@ -22,7 +22,6 @@ from fairseq_tutel.checkpoint import (
 
 @pytest.fixture
 def saved(tmp_path):
-    """A set of 4 experts on 4 ranks; returns its canonical path."""
     path = str(tmp_path / "m.pt")
     Reference(4).save(path, 4)
     return path
@@ -119,7 +118,6 @@ def test_optimizer_state_of_one_expert_missing(last_file, lost):
 
 
 def test_frozen_parameters_have_no_optimizer_state(saved):
-    """Of no expert: that is no defect."""
 
     def freeze(state):
         named = state["last_optimizer_state"]["named_state"]

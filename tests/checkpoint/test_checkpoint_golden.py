@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.assertions import assert_same_state
 
-from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # tensors of one element by which fairseq's models tell their version: no parameters
@@ -51,16 +51,6 @@ def test_metas_files_load(run, ranks, moment, world_size):
         assert state["cfg"]["model"]["moe_expert_count"] == 4
         assert state["optimizer_history"][-1]["num_updates"] == {"init": 1, "final": 20}[moment]
         assert "last_optimizer_state" not in state and state["moe_checkpoint"] is None
-
-
-def test_resharded_golden_set_equals_itself(tmp_path):
-    source = str(GOLDEN / "top2_world2" / "final" / "checkpoint_last.pt")
-    merge(source, str(tmp_path / "one.pt"))
-    reshard(str(tmp_path / "one.pt"), str(tmp_path / "four.pt"), 4)
-    reshard(str(tmp_path / "four.pt"), str(tmp_path / "back.pt"), 2)
-    for member in ("shared", "rank-0", "rank-1"):
-        original = GOLDEN / "top2_world2" / "final" / f"checkpoint_last-{member}.pt"
-        assert_same_state(read(tmp_path / f"back-{member}.pt"), dict(read(original)))
 
 
 def test_inspect_counts_each_parameter_once():

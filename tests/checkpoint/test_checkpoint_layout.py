@@ -10,17 +10,6 @@ from fairseq_tutel.checkpoint.layout import (
 )
 
 
-def test_any_member_names_the_set_and_other_names_are_refused():
-    for member in ("", "-shared", "-rank-12"):
-        cset = CheckpointSet.from_path(f"d/checkpoint_best{member}.pt")
-        assert cset.path == "d/checkpoint_best.pt"
-        assert cset.path_of("shared") == "d/checkpoint_best-shared.pt"
-        assert cset.path_of(12) == "d/checkpoint_best-rank-12.pt"
-    for path in ("d/model.bin", "d/.pt", "d/"):
-        with pytest.raises(CheckpointError, match="expected NAME.pt"):
-            CheckpointSet.from_path(path)
-
-
 def test_names_of_fairseq_keep_their_dots_and_digits():
     # keep-best names have a dot and a metric; the stem ends in digits, not in a rank
     cset = CheckpointSet.from_path("checkpoint.best_loss_4.1230-rank-3.pt")
@@ -33,7 +22,6 @@ def test_names_of_fairseq_keep_their_dots_and_digits():
 
 
 def test_experts_of_rank_in_groups():
-    """6 experts, 4 ranks, every 2 of which hold all."""
     held = [list(experts_of_rank(rank, 4, 6, 2)) for rank in range(4)]
     assert held == [[0, 1, 2], [3, 4, 5]] * 2
     assert count_rank_files(6, 4, 2) == 2

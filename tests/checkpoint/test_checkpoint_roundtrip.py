@@ -19,7 +19,6 @@ from fairseq_tutel.checkpoint import (
     merge,
     remove_set,
     reshard,
-    save_set,
     set_exists,
 )
 from fairseq_tutel.checkpoint.state import split_state
@@ -96,13 +95,6 @@ def test_merged_file_numbers_experts_globally_and_leaves_the_optimizer_out(tmp_p
     reference.check_loadable(str(tmp_path / "one.pt"), (1, 2), with_optimizer=False)
     with pytest.raises(CheckpointError, match="one.pt: has no optimizer state"):
         merge(str(tmp_path / "one.pt"), str(tmp_path / "two.pt"), with_optimizer=True)
-
-
-def test_state_without_optimizer_round_trips(tmp_path):
-    reference, path = Reference(2), str(tmp_path / "m.pt")
-    save_set(path, reference.state([0, 1], with_optimizer=False), num_rank_files=1)
-    reference.check_loadable(path, (1, 2), with_optimizer=False)
-    assert inspect(path)["optimizer_state"] == "none"
 
 
 def test_dense_checkpoint_without_experts_loads_everywhere(tmp_path):

@@ -27,7 +27,6 @@ def balancing(**options):
 
 
 def choices_of(skew, tokens, experts, top_k, rank, ranks):
-    """[T, K] different experts of each token."""
     weight_E = torch.ones(experts)
     if skew == "zipf":
         weight_E = 1 / (1 + (torch.arange(experts) * 7 % experts).float()) ** 2
@@ -47,7 +46,6 @@ def skewed(skew, sizes, experts, top_k=2):
 
 
 def alone(experts, x, target, choices):
-    """One process with all experts and all tokens."""
     layer = make_layer(ExpertParallelGroups(experts))
     return layer, run(layer, x, target, choices=choices)
 
@@ -72,7 +70,6 @@ def compare_with_one(layer, found, reference, want, rows, ranks):
 )
 @on_ranks()
 def test_as_one_process(world_size, experts, group_size, degree):
-    """Another skew in every step; some ranks have no tokens."""
     rank, ranks = process_world()
     sizes = (40, 0, 30, 50, 0, 8, 3, 11)[:ranks]
     x, target, rows = tokens_of(sizes)

@@ -11,8 +11,6 @@ import sys
 
 import pytest
 
-from fairseq_tutel.distributed import world
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # all_gather into a list: an operation whose tensors gloo's thread has to give back to Python
 END = """
@@ -67,7 +65,6 @@ group = net.module.groups.ep_group
 
 
 def exit_codes(program, world_size, folder):
-    """Of all ranks, with what they wrote to stderr."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(rank), str(world_size), f"{folder}/rendezvous"],
@@ -92,13 +89,3 @@ def test_ends_with_0_right_after_a_collective(name, tmp_path):
         program += "del group\n"  # a user's own reference is the user's
     for errors, code in exit_codes(program, world_size, tmp_path):
         assert code == 0, errors
-
-
-def test_workers_whose_groups_others_refer_to_finish_what_they_do(monkeypatch):
-    """Asleep three times in a row: nothing is under way."""
-    states = iter([["R"], ["S"], ["S"], ["S", "D"], ["S"], ["S"], ["S", "S"], ["R"]])
-    monkeypatch.setattr(world, "_worker_states", lambda: next(states))
-    world._wait_for_workers(60)
-    assert next(states) == ["R"]
-    monkeypatch.setattr(world, "_worker_states", list)
-    world._wait_for_workers(60)

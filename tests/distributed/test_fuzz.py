@@ -1,24 +1,23 @@
-"""Random layers on several ranks against a loop over tokens in fp64 that knows no routing, no rank.
+"""Random layers on several ranks against loops over tokens in fp64 that know no rank.
 
 A case is a seed: placement, groups, r, algorithm, degree, capacity, top-k, uneven and empty ranks.
 ``FUZZ_SEEDS=7,8 python -m pytest tests/distributed/test_fuzz.py`` runs those alone; a failure names
 its seed.
 """
 
-import math
 import os
 import random
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import naive
 from helpers.distributed import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.config import ExchangeConfig, MoEConfig
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
 
@@ -38,7 +37,6 @@ class Case(SimpleNamespace):
 
     @property
     def memory(self):
-        """What the experts keep for the backward pass."""
         if self.own or self.clamped or self.helped:
             return "fast"
         return random.Random(f"memory {self.seed}").choice(["fast", "lean", "minimal"])
@@ -115,6 +113,22 @@ def case_of(seed, ranks=4):
     return Case(**{**vars(case), "helped": True, **way})
 
 
+def routing_of(case):
+    """Options of the layer's routing."""
+    return {
+        "top_k": case.top_k,
+        "capacity_factor": case.factor,
+        "eval_capacity_factor": case.factor,
+        "normalize_before_dropping": case.normalize_before_dropping,
+        "batch_prioritized": case.batch_prioritized,
+        "num_expert_groups": case.groups[0],
+        "top_groups": case.groups[1],
+        "group_score": case.groups[2],
+        "score_function": "sigmoid" if case.sigmoid else "softmax",
+        "load_bias": "frozen" if case.biased else "none",
+    }
+
+
 def tensors_of(case):
     """Tokens and targets of each rank, the gate's weight, {(expert, end): tensor}, bias; fp64."""
     generator = torch.Generator().manual_seed(case.seed)
@@ -166,72 +180,27 @@ def shared_output(x_M, case):
     return torch.sigmoid(gate @ x_M) * (w2 @ activation(w1 @ x_M + b1) + b2)
 
 
-def kept_of(gates, chosen, case, agreed):
-    """{(token, choice)} of one rank that find room with their experts."""
-    limit = max(1, case.top_k * int(abs(case.factor) * -(-agreed // case.experts)))
-    order = list(range(len(gates)))
-    if case.batch_prioritized:
-        order.sort(key=lambda t: -gates[t][chosen[t][0]])
-    used, kept = defaultdict(int), set()
-    for k in range(case.top_k):
-        for t in order:
-            if case.factor == 0 or used[chosen[t][k]] < limit:
-                used[chosen[t][k]] += 1
-                kept.add((t, k))
-    return kept
-
-
-def choices_of(logits, bias, case):
-    """The experts of a token, best first."""
-    values = logits.sigmoid() if case.sigmoid else logits
-    values = (values + bias if case.biased else values).tolist()
-    number, top, score = case.groups
-    if number == 1:
-        allowed = range(case.experts)
-    else:
-        size = case.experts // number
-        members = [range(first, first + size) for first in range(0, case.experts, size)]
-        parts = values if case.sigmoid else [math.exp(v) for v in values]
-        best = [
-            sorted(parts[e] for e in group)[-1 if score == "max" else -2 :] for group in members
-        ]
-        order = sorted(range(number), key=lambda g: -sum(best[g]))[:top]
-        allowed = [e for g in order for e in members[g]]
-    return sorted(allowed, key=lambda e: -values[e])[: case.top_k]
-
-
 def oracle(case):
     """(by rank y, d_x, balance loss and rows kept by expert; d_gate; d_weights)"""
     xs, targets, gate, weights, bias = tensors_of(case)
-    leaves = [*xs, gate, *weights.values()]
+    leaves, config = [*xs, gate, *weights.values()], MoEConfig(case.experts, **routing_of(case))
     for leaf in leaves:
         leaf.requires_grad_()
     total, ys, losses, counts = 0.0 * gate.sum(), [], [], []
     for rank, (x_TM, target_TM) in enumerate(zip(xs, targets, strict=True)):
         block = rank // case.group_size * case.group_size
         of_group = slice(block, block + case.group_size) if case.slices == 1 else slice(None)
-        logits = [gate @ x_M for x_M in x_TM]
-        probs = [z.sigmoid() if case.sigmoid else z.softmax(0) for z in logits]
-        gates = [p.tolist() for p in probs]
-        chosen = [choices_of(z.detach(), bias, case) for z in logits]
-        kept, y = kept_of(gates, chosen, case, max(case.tokens[of_group])), []
-        for t, x_M in enumerate(x_TM):
-            choices = [k for k in range(case.top_k) if (t, k) in kept]
-            share = range(case.top_k) if case.normalize_before_dropping else choices
-            divisor = sum(probs[t][chosen[t][k]] for k in share) if case.top_k > 1 else 1.0
-            y.append(shared_output(x_M, case))
-            for k in choices:
-                weight = probs[t][chosen[t][k]] / divisor
-                y[t] = y[t] + weight * expert_of(x_M, weights, chosen[t][k], case)
-            total = total + y[t] @ target_TM[t]
-        first = [sum(c[0] == e for c in chosen) / max(1, len(x_TM)) for e in range(case.experts)]
-        shares = [p / p.sum() for p in probs]
-        mean = sum(shares) / len(shares) if probs else torch.zeros(case.experts).double()
-        losses.append(case.experts * (mean * torch.tensor(first).double()).sum())
-        if case.balance:
-            total = total + losses[-1]
+        given = {"bias_E": bias if case.biased else None, "num_tokens": max(case.tokens[of_group])}
+        routed = naive.gating(x_TM @ gate.t(), config, case.training, **given)
+        y = [shared_output(x_M, case) for x_M in x_TM]
+        for (t, _), (expert, _) in routed.place.items():
+            part = routed.weight_TE[t, expert] * expert_of(x_TM[t], weights, expert, case)
+            y[t] = y[t] + part
         ys.append(torch.stack(y) if y else x_TM)
-        counts.append([sum(chosen[t][k] == e for t, k in kept) for e in range(case.experts)])
+        losses.append(routed.loss)
+        kept = [expert for expert, _ in routed.place.values()]
+        counts.append([kept.count(expert) for expert in range(case.experts)])
+        total = total + (ys[-1] * target_TM).sum() + case.balance * losses[-1]
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
     d_weights = dict(zip(weights, grads[case.ranks + 1 :], strict=True))
@@ -246,8 +215,6 @@ def oracle(case):
 
 
 class OwnExpert(nn.Module):
-    """As a user may write one."""
-
     def __init__(self, case):
         super().__init__()
         self.fc1 = nn.Linear(case.model_dim, case.hidden_dim)
@@ -280,19 +247,10 @@ def layer_of(case):
             balance_tolerance=1.0,
             balance_min_rows=1,
         ),
-        top_k=case.top_k,
-        capacity_factor=case.factor,
-        eval_capacity_factor=case.factor,
-        normalize_before_dropping=case.normalize_before_dropping,
-        batch_prioritized=case.batch_prioritized,
-        num_expert_groups=case.groups[0],
-        top_groups=case.groups[1],
-        group_score=case.groups[2],
-        score_function="sigmoid" if case.sigmoid else "softmax",
-        load_bias="frozen" if case.biased else "none",
         shared_expert_dim=2 if case.shared else 0,
         shared_expert_gate=case.shared,
         activation_memory=case.memory,
+        **routing_of(case),
         **own,
     )
     _, _, gate, weights, bias = tensors_of(case)

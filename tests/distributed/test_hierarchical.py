@@ -11,17 +11,15 @@ from helpers.layers import compare_with_linear, make_layer, run, tokens_of
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups, process_world
-from fairseq_tutel.distributed.world import even_nodes, ranks_per_node, this_machine
+from fairseq_tutel.distributed.world import even_nodes, ranks_per_node
 
 # capacity factors with each layout
 FACTORS = (("padded", 1.0), ("ragged", 0.0), ("ragged", -0.5), ("evaluation", 1.0))
-# ranks -> (experts, ranks per node): E > W, E = W, E < W
-CASES = {4: [(8, 2), (4, 2)], 8: [(16, 2), (8, 4), (4, 2)]}
+EXPERTS = (8, 4)  # more than ranks, and as many
 DTYPES = (torch.float64, torch.bfloat16)  # of rows alone, all: test_exchange.py
 
 
 def _switch():
-    """One layer whose exchange changes from call to call."""
     choices = [ExchangeConfig(name, 2, degree) for name in ("linear", "2dh") for degree in (1, 2)]
     groups, (x, target, rows) = build_groups(8), tokens_of()
     layer = make_layer(groups)
@@ -33,14 +31,11 @@ def _switch():
     assert layer.exchange_config == ExchangeConfig()
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
-@on_ranks(timeout=200)
-def test_a_layer_is_the_same_bit_for_bit(world_size):
+@on_ranks(4, timeout=200)
+def test_a_layer_is_the_same_bit_for_bit():
     _switch()
-    for (experts, local), (layout, factor), dtype in itertools.product(
-        CASES[world_size], FACTORS, DTYPES
-    ):
-        exchange = ExchangeConfig("2dh", local)
+    exchange = ExchangeConfig("2dh", 2)
+    for experts, (layout, factor), dtype in itertools.product(EXPERTS, FACTORS, DTYPES):
         compare_with_linear(exchange, experts, layout, dtype, capacity_factor=factor)
 
 
@@ -74,10 +69,6 @@ def test_where_it_does_not_fit():
     with pytest.raises(ValueError) as caught:
         build_exchange(ExchangeConfig("2dh", 2 if rank else 4), groups)
     assert "ranks_per_node: 2 on ranks [1, 2, 3]; 4 on ranks [0]" in str(caught.value)
-
-
-def test_this_machine_is_one_number():
-    assert this_machine() == this_machine() < 2**63
 
 
 LINKS = types.SimpleNamespace(

@@ -6,14 +6,12 @@ import pathlib
 import re
 import sys
 
+from helpers.commands import SMALL_LM
+
 BIN = pathlib.Path(sys.executable).parent
-# a language model of two small layers, the second sparse
-_TRAIN = """
-    --user-dir fairseq_tutel --cpu --task language_modeling --arch transformer_lm_gpt_moe
-    --criterion moe_cross_entropy --decoder-layers 2 --decoder-embed-dim 32
-    --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --moe-expert-count 4 --optimizer adam
-    --required-batch-size-multiple 1 --num-workers 0 --log-format json --log-interval 1
-    --no-epoch-checkpoints
+_TRAIN = f"""{SMALL_LM}
+    --task language_modeling --decoder-embed-dim 32 --decoder-ffn-embed-dim 64
+    --decoder-attention-heads 4 --moe-expert-count 4 --no-epoch-checkpoints
 """
 # README.moe.md's single-node command on text, at a small size and on a CPU
 _META = """
@@ -32,7 +30,6 @@ _META = """
 
 
 def launched(ranks: int, program: str, *args: str) -> list[str]:
-    """Command line that runs a console script of fairseq on that many ranks."""
     launcher = [sys.executable, "-m", "fairseq_tutel.launch", "--nproc-per-node", str(ranks)]
     return [*launcher, "--bind", "none", "--", str(BIN / program), *args]
 
@@ -50,11 +47,9 @@ def perplexity(output: str) -> float:
 
 
 def train_words(data: pathlib.Path, save_dir: pathlib.Path, *extra: str) -> list[str]:
-    """Arguments of fairseq-train for a small language model."""
     return [str(data), *_TRAIN.split(), "--save-dir", str(save_dir), *extra]
 
 
 def meta_command(data: pathlib.Path, save_dir: pathlib.Path, *extra: str) -> list[str]:
-    """Arguments of fairseq-train as Meta published them."""
     betas = ("--adam-betas", "(0.9, 0.98)")
     return [str(data), *_META.split(), *betas, "--save-dir", str(save_dir), *extra]

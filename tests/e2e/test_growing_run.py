@@ -6,21 +6,17 @@ import sys
 
 import pytest
 import torch
-from helpers.commands import ROOT, environment, logged
+from helpers.commands import ROOT, SMALL_LM, environment, logged
 
 from fairseq_tutel.checkpoint import inspect
 
 pytestmark = pytest.mark.long
 
-_DATA = f"{ROOT}/tests/golden/data_world2"
 _WORDS = f"""
-    {_DATA} --cpu --task language_modeling --tokens-per-sample 8 --sample-break-mode none
-    --batch-size 2 --arch transformer_lm_gpt_moe --moe-expert-count 2 --moe-grow-at 3:4
-    --criterion moe_cross_entropy --moe-second-expert-policy all --moe-capacity-factor 0
-    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --dropout 0
-    --decoder-attention-heads 2 --optimizer adam --lr 0.002 --num-workers 0
-    --attention-dropout 0 --required-batch-size-multiple 1 --max-update 8 --log-format json
-    --log-interval 1 --disable-validation --no-epoch-checkpoints
+    {ROOT}/tests/golden/data_world2 {SMALL_LM} --task language_modeling --tokens-per-sample 8
+    --sample-break-mode none --batch-size 2 --moe-expert-count 2 --moe-grow-at 3:4
+    --moe-second-expert-policy all --moe-capacity-factor 0 --dropout 0 --attention-dropout 0
+    --lr 0.002 --max-update 8 --disable-validation --no-epoch-checkpoints
 """
 # a user dir that kills the process that grows: with its files half written, or committed
 _KILLER = """
@@ -54,7 +50,6 @@ growth.grow = sabotaged
 
 
 def _start(folder, user_dir, kill=""):
-    """The same command, whatever happened before."""
     command = [sys.executable, "-m", "fairseq_tutel.launch", "--nproc-per-node", "2", "--bind"]
     command += ["none", "--", "fairseq-train", *_WORDS.split(), "--user-dir", str(user_dir)]
     return subprocess.run(
@@ -71,7 +66,6 @@ def _state(folder):
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory):
-    """A run that grew undisturbed, and its log."""
     folder = tmp_path_factory.mktemp("grown")
     done = _start(folder, ROOT / "fairseq_tutel")
     assert done.returncode == 0, done.stdout[-3000:]

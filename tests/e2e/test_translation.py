@@ -1,4 +1,4 @@
-"""Translation by the real commands: the published flags of NLLB's models, Hydra, other ranks."""
+"""Translation by the real commands: the published flags of NLLB's models, other ranks."""
 
 import re
 
@@ -139,32 +139,3 @@ def test_interactive_says_what_generate_says(trained, programs, tmp_path):
     pattern = r"^H-(\d+)\t\S+\t(.*)$"
     got = dict(said(programs, "fairseq-interactive", path, given, pattern)[1])
     assert [got[str(i)] for i in range(3)] == [want[n] for n in numbers]
-
-
-_HYDRA = """
-common: {{cpu: true, seed: 3, user_dir: fairseq_tutel, log_format: json, log_interval: 1}}
-task: {{_name: translation, data: {data}, source_lang: de, target_lang: en}}
-model: {{_name: transformer_moe, encoder_layers: 2, decoder_layers: 2, encoder_embed_dim: 32,
-         encoder_ffn_embed_dim: 64, encoder_attention_heads: 4, decoder_attention_heads: 4,
-         share_all_embeddings: true, encoder_moe_freq: 1, moe_expert_count: 4,
-         use_moe_pad_mask: true, moe_second_expert_policy: all, moe_capacity_factor: 0,
-         dropout: 0.0}}
-criterion: {{_name: moe_label_smoothed_cross_entropy, label_smoothing: 0.1, moe_gate_loss_wt: 0.01}}
-optimizer: {{_name: adam, adam_betas: "(0.9,0.98)"}}
-lr_scheduler: fixed
-optimization: {{max_update: 3, lr: [0.01]}}
-dataset: {{max_tokens: 600, required_batch_size_multiple: 1, num_workers: 0}}
-distributed_training: {{ddp_backend: legacy_ddp}}
-checkpoint: {{no_save: true}}
-"""
-
-
-def test_hydra(programs, tmp_path):
-    (tmp_path / "translation.yaml").write_text("# @package _group_\n" + _HYDRA.format(data=DATA))
-    log = forked(
-        programs, 1, "fairseq-hydra-train", "--config-dir", str(tmp_path), "--config-name",
-        "translation", f"hydra.run.dir={tmp_path}/run", "hydra.output_subdir=null",
-    )  # fmt: skip
-    losses = [row["loss"] for row in logged(log, "train_inner")]
-    assert len(losses) == 3 and losses[-1] < losses[0]
-    assert "experts 4" in log or "of 4 experts" in log

@@ -100,7 +100,6 @@ def _name_data(folder: Path, task: dict) -> None:
 
 
 def write_dictionary(folder: Path, symbols=None, name: str = "dict.txt") -> Path:
-    """A dictionary for such a model; its folder."""
     symbols = [f"w{number}" for number in range(VOCABULARY - 4)] if symbols is None else symbols
     lines = [f"{symbol} 1\n" for symbol in symbols]
     (folder / name).write_text("".join(lines), encoding="utf-8")
@@ -108,7 +107,6 @@ def write_dictionary(folder: Path, symbols=None, name: str = "dict.txt") -> Path
 
 
 def sentences(rows: int = 3, length: int = 8) -> torch.Tensor:
-    """Numbers of words behind </s>."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(4, VOCABULARY, (rows, length), generator=generator)
     tokens[:, 0] = 2
@@ -117,7 +115,6 @@ def sentences(rows: int = 3, length: int = 8) -> torch.Tensor:
 
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """fairseq's."""
     return model(src_tokens=tokens, src_lengths=None)[0]
 
 

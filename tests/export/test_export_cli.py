@@ -106,13 +106,6 @@ def test_without_safetensors_one_line_says_what_to_install(saved, tmp_path, monk
     assert status == 2 and "pip install safetensors" in error and error.count("\n") == 1
 
 
-def test_help_names_both_commands(capsys):
-    with pytest.raises(SystemExit):
-        command_line.main(["--help"])
-    text = capsys.readouterr().out
-    assert "huggingface" in text and "aot" in text and "drop" in text
-
-
 REFUSED = {
     "cosine router": {"moe_router": "cosine"},
     "--moe-null-experts 1": {"moe_null_experts": 1},
@@ -144,14 +137,6 @@ def with_options(saved, folder, options):
     return folder / saved.path.name
 
 
-@pytest.mark.parametrize("named, options", REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_exported_is_refused_by_name(named, options, saved, tmp_path, capsys):
-    path = with_options(saved, tmp_path, options)
-    status, out, error = run(capsys, "huggingface", path, tmp_path / "m", "--data", saved.data)
-    assert status == 2 and not out and named in error and error.count("\n") == 1, error
-    assert not (tmp_path / "m").exists()
-
-
 @pytest.fixture(scope="module")
 def translation(tmp_path_factory):
     return make_translation(tmp_path_factory.mktemp("pair"))
@@ -177,13 +162,15 @@ REFUSED_THERE = {
     "--layernorm-embedding": {"layernorm_embedding": True},
     "--moe-router": {"moe_router": "cosine"},
 }
+CASES = [("saved", *each) for each in REFUSED.items()]
+CASES += [("translation", *each) for each in REFUSED_THERE.items()]
 
 
-@pytest.mark.parametrize("named, options", REFUSED_THERE.items(), ids=REFUSED_THERE)
-def test_what_nllb_moe_lacks_is_refused_by_name(named, options, translation, tmp_path, capsys):
-    path = with_options(translation, tmp_path, options)
+@pytest.mark.parametrize("kind, named, options", CASES)
+def test_what_cannot_be_exported_is_named(kind, named, options, request, tmp_path, capsys):
+    path = with_options(request.getfixturevalue(kind), tmp_path, options)
     status, out, error = run(capsys, "huggingface", path, tmp_path / "m")
-    assert status == 2 and not out and named in error, error
+    assert status == 2 and not out and named in error and error.count("\n") == 1, error
     assert not (tmp_path / "m").exists()
 
 

@@ -127,7 +127,6 @@ def tokenizer(exported):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Words of the dictionary."""
     return ["", "w5", "w3 w4 w1 w22 w0", "w9 w8 w7"]
 
 
@@ -136,7 +135,6 @@ def hypotheses_of_fairseq(programs, saved, prompts, *words):
 
 
 def continued(model, tokenizer, prompt, length, **options):
-    """Texts of ``generate`` for a prompt, and what it returns."""
     tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
     found = generate(model, {"input_ids": tokens}, length, **options)
     texts = []
@@ -152,22 +150,18 @@ def score_of(model, tokens):
     return logits.gather(-1, tokens[0, 1:, None]).sum().item()
 
 
-def test_greedy_search_is_that_of_fairseq_interactive(model, tokenizer, saved, prompts, programs):
-    want = hypotheses_of_fairseq(programs, saved, prompts, "--beam", "1", "--max-len-b", "16")
-    for prompt, ((_, text),) in zip(prompts, want, strict=True):
-        (got,), _ = continued(model, tokenizer, prompt, 16)
-        assert got == text and text.startswith(prompt)
-    assert len({len(text.split()) for ((_, text),) in want}) > 1
-
-
-def test_beam_search_is_that_of_fairseq_interactive(model, tokenizer, saved, prompts, programs):
-    """All hypotheses and their scores, in their order."""
-    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14", "--unnormalized")
+@pytest.mark.parametrize("normalized", [False, True])
+def test_beam_search_is_that_of_fairseq(normalized, model, tokenizer, saved, prompts, programs):
+    """All hypotheses in order, and their scores, which fairseq divides by another length if it
+    has a prompt."""
+    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14")
+    words += () if normalized else ("--unnormalized",)
+    prompts = [""] if normalized else prompts
     want = hypotheses_of_fairseq(programs, saved, prompts, *words)
     for prompt, hypotheses in zip(prompts, want, strict=True):
         texts, found = continued(
             model, tokenizer, prompt, 14, num_beams=4, num_return_sequences=4,
-            early_stopping=True, length_penalty=0.0,
+            early_stopping=True, length_penalty=float(normalized),
         )  # fmt: skip
         # fairseq's scores have those of the prompt's words in them
         given = score_of(model, tokenizer(prompt, return_tensors="pt")["input_ids"])
@@ -175,15 +169,6 @@ def test_beam_search_is_that_of_fairseq_interactive(model, tokenizer, saved, pro
         scores = [score for score, _ in hypotheses]
         assert (found.sequences_scores + given).tolist() == pytest.approx(scores, abs=2e-4)
         assert len(set(texts)) == 4
-
-
-def test_without_a_prompt_scores_are_divided_by_the_length_alike(model, tokenizer, saved, programs):
-    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14")
-    (want,) = hypotheses_of_fairseq(programs, saved, [""], *words)
-    options = {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True}
-    texts, found = continued(model, tokenizer, "", 14, **options)
-    assert texts == [text for _, text in want]
-    assert found.sequences_scores.tolist() == pytest.approx([s for s, _ in want], abs=2e-5)
 
 
 def test_left_padding_changes_nothing(model, tokenizer, prompts):

@@ -12,6 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# a language model of two small layers, the second sparse, on a CPU
+SMALL_LM = f"""
+    --user-dir {ROOT}/fairseq_tutel --cpu --arch transformer_lm_gpt_moe --decoder-layers 2
+    --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
+    --criterion moe_cross_entropy --optimizer adam --num-workers 0
+    --required-batch-size-multiple 1 --log-format json --log-interval 1
+"""
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -212,11 +212,13 @@ def gating(
     pad_T: Tensor | None = None,
     bias_E: Tensor | None = None,
     seed: int | None = None,
+    num_tokens: int | None = None,
 ) -> Gating:
     """Route T tokens to E experts, and null experts behind those, one choice after the other.
 
     For softmax scores, K <= 2 and no other options it is the gating of fairseq's ``moe`` branch.
     ``bias_E`` is on the selection. ``seed``: of draws of policies; the generator is left alone.
+    ``num_tokens``: by which the capacity is computed, if not T.
     """
     (tokens, outputs), experts, top_k = logits_TE.shape, config.num_experts, config.top_k
     sigmoid = config.score_function == "sigmoid"
@@ -227,7 +229,7 @@ def gating(
         key_TE = _of_best_groups(key_TE, config)
     later_TE, drawn_T, uniform_TK = _draws(config, training, key_TE, seed)
     live = [t for t in range(tokens) if pad_T is None or not pad_T[t]]
-    capacity = capacity_of(config, tokens, training)
+    capacity = capacity_of(config, tokens if num_tokens is None else num_tokens, training)
 
     order = []  # of all outputs, by token
     for key, later in zip(key_TE.tolist(), later_TE.tolist(), strict=True):

@@ -116,10 +116,13 @@ def own_batches(update: int, total: int) -> list[dict]:
 
 
 def named(trainer: Trainer, values: Iterable[tuple[str, Tensor]] | None = None) -> dict:
-    """Copies of all weights (or other values per parameter) by name, stacked experts one by one."""
+    """Copies of weights and load biases (or other values) by name, stacked experts one by one."""
     model = trainer.get_model()
+    if values is None:
+        biases = ((n, value) for n, value in model.named_buffers() if n.endswith("load_bias"))
+        values = (*model.named_parameters(), *biases)
     found = {}
-    for name, value in model.named_parameters() if values is None else values:
+    for name, value in values:
         value = None if value is None else value.detach().clone()
         if ".experts." not in name:
             found[name] = value

@@ -59,19 +59,16 @@ def as_torch_lists(gpus=None):
 
 
 def value_after(argv, flag):
-    """The word after `flag` in a command line."""
     return argv[argv.index(flag) + 1]
 
 
 def executable(path: Path, text: str) -> str:
-    """Writes a program there."""
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
 
 
 def variables(text: str) -> dict[str, str]:
-    """Environment variables as a shell's words, NAME=VALUE."""
     return dict(word.split("=", 1) for word in text.split())
 
 
@@ -123,7 +120,6 @@ def ended(process, code):
 
 
 def script_words(script, ranks=2, *options):
-    """A shell's script on so many ranks."""
     return ["--nproc-per-node", str(ranks), *options, "--", "bash", "-c", script]
 
 

@@ -10,7 +10,6 @@ from fairseq_tutel.launch.binding import (
     Topology,
     apply_binding,
     auto_bindings,
-    format_cpulist,
     format_table,
     parse_cpulist,
 )
@@ -90,12 +89,3 @@ def test_apply_binds_or_reports_what_the_machine_refuses(capsys):
     apply_binding(RankBinding(0, None, (4094,), 1))
     assert os.sched_getaffinity(0) == before
     assert "local rank 0 is not bound" in capsys.readouterr().err
-
-
-def test_cpulist():
-    read = {"0-3,8\n": [0, 1, 2, 3, 8], "5": [5], "": [], "2,0-1": [0, 1, 2]}
-    assert {text: parse_cpulist(text) for text in read} == read
-    assert format_cpulist([9, 0, 1, 2, 7]) == "0-2,7,9"
-    for text in ("3-1", "a", "1-"):
-        with pytest.raises(ValueError, match="cannot read"):
-            parse_cpulist(text)

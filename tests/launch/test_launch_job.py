@@ -72,7 +72,6 @@ def test_auto_starts_one_rank_per_gpu(node):
 
 
 def test_what_ranks_find_in_their_environment(node):
-    """And the user's environment wins."""
     cpu, one = TRAIN + " --cpu", {"nproc_per_node": 1}
     ordered, pages = "NCCL_LAUNCH_ORDER_IMPLICIT", "THP_MEM_ALLOC_ENABLE"
     for words, options, name, want in (
@@ -200,7 +199,6 @@ def test_refused(node, env, options, message):
     ],
 )
 def test_which_nodes_compare_notes(source, adopted, world, local, nodes, talks):
-    """Those where each has one launcher."""
     placement = Placement(source, adopted, 0, world, 0, local, 0, nodes)
     ranks = [None] * (1 if adopted else local)
     job = Job(placement, parse_command(["fairseq-train"]), ranks, "", cpu=True)

@@ -19,7 +19,6 @@ from launch_helpers import (
 )
 
 from fairseq_tutel.command_line import EXIT_GROWN
-from fairseq_tutel.launch.job import Options
 from fairseq_tutel.launch.preflight import SharedError, compare_nodes
 
 
@@ -113,15 +112,6 @@ def test_a_node_whose_launcher_is_killed_as_the_run_grows_does_not_keep_the_firs
     second.kill()
     assert "no report from node 1 of 2 within 2 seconds" in ended(first, 2)
     second.communicate()
-
-
-def test_launchers_that_have_just_been_there_are_not_waited_for_as_long():
-    assert Options().seconds_to_agree(starts=0) == 300
-    assert Options().seconds_to_agree(starts=1) <= 60
-    for given in (0, 20, 900):
-        again = Options(agree_seconds=given).seconds_to_agree(starts=1)
-        assert Options(agree_seconds=given).seconds_to_agree(starts=0) == given
-        assert again == (given or Options().seconds_to_agree(starts=1))
 
 
 def test_an_error_of_one_node_alone_names_it(tmp_path):

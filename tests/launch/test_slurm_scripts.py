@@ -131,7 +131,6 @@ checkpoint:
 """
 
 
-@pytest.mark.parametrize("name", ["checkpoint_last.pt", "checkpoint_last-shared.pt"])
 @pytest.mark.parametrize(
     "given, kept",
     [
@@ -142,7 +141,7 @@ checkpoint:
     ],
     ids=["argparse", "hydra", "plus", "file"],
 )
-def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, kept, name):
+def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, kept):
     save = tmp_path / "checkpoints"
     (tmp_path / "own.yaml").write_text(OWN.format(root=tmp_path))
     given, kept = (
@@ -153,11 +152,12 @@ def test_a_restart_continues_from_the_last_checkpoint(tmp_path, slurm, given, ke
     assert run("train.sbatch", *given, env=restarted).returncode == 0
     assert command_of(tmp_path) == given
     save.mkdir()
-    (save / name).touch()
-    assert run("train.sbatch", *given, env=slurm).returncode == 0
-    assert command_of(tmp_path) == given
-    assert run("train.sbatch", *given, env=restarted).returncode == 0
-    assert command_of(tmp_path) == kept
+    for name in ("checkpoint_last.pt", "checkpoint_last-shared.pt"):
+        (save / name).touch()
+        for env, words in ((slurm, given), (restarted, kept)):
+            assert run("train.sbatch", *given, env=env).returncode == 0
+            assert command_of(tmp_path) == words
+        (save / name).unlink()
 
 
 def test_a_restart_stops_where_its_start_cannot_be_determined(tmp_path, slurm):

@@ -35,7 +35,6 @@ def logits(layer, rank):
 
 
 def load(layer, rank):
-    """[E] choices of each expert by a rank's tokens."""
     best = np.argsort(-logits(layer, rank), axis=1)[:, :K]
     return np.bincount(best.flatten(), minlength=layer.config.num_experts)
 

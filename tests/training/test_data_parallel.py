@@ -34,22 +34,7 @@ def shard(module, **options):
 
 
 @on_ranks(2)
-def test_frozen_experts():
-    """One step with half of the experts' parameters frozen: they stay, the others learn."""
-    torch.manual_seed(0)
-    model = Model(2)
-    experts = model.moe.experts
-    experts.fc1_weight.requires_grad_(False)
-    experts.fc1_bias.requires_grad_(False)
-    net = training.wrap_data_parallel(model)
-    net(torch.randn(PER_RANK, DIM)).square().mean().backward()
-    has_grad = {name for name, param in experts.named_parameters() if param.grad is not None}
-    assert has_grad == {"fc2_weight", "fc2_bias"}
-
-
-@on_ranks(2)
 def test_wrong_wrapping_is_refused():
-    """Plain DistributedDataParallel, and a layer that was built for other ranks."""
     net = nn.parallel.DistributedDataParallel(Model(2))
     with pytest.raises(ValueError, match="moe.experts.*wrap_data_parallel"):
         net(torch.randn(PER_RANK, DIM))
@@ -201,8 +186,6 @@ def test_replicas_of_one_expert_stay_equal():
 
 
 class Counting(nn.Linear):
-    """An expert of one's own with a buffer."""
-
     def __init__(self):
         super().__init__(DIM, DIM)
         self.register_buffer("counts", torch.randn(3).to(torch.bfloat16))

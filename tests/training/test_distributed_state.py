@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint with experts, on other numbers of ranks, beside our own sets."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -9,46 +7,34 @@ from helpers.assertions import assert_same_state, rms_ratio
 from helpers.distributed import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.training.adam16 import Adam16
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+
 DIM, EXPERTS = 4, 2
 
 
 class Model(nn.Module):
-    """Built-in experts, in slices if there are more ranks; or experts of one's own."""
-
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(DIM, DIM)
         groups = build_groups(EXPERTS, placement="sliced" if kind == "sliced" else "replicated")
         options = {"top_k": 1, "capacity_factor": 0.0, "groups": groups}
-        if kind == "own":
-            options["expert_fn"] = lambda: nn.Linear(DIM, DIM)
-        else:
-            options["hidden_dim"] = 8
-        self.moe = MoELayer(DIM, EXPERTS, seed=3, **options)
+        self.moe = MoELayer(DIM, EXPERTS, 8, seed=3, **options)
         self.inner.bias.requires_grad_(False)
 
     def forward(self, x):
         return x + self.moe(self.inner(x))
 
 
-def make(kind, wrap="prepare", blank=False):
-    """A model, and an optimizer without state."""
+def make(kind, blank=False):
     model = Model(kind)
-    if wrap == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
-        training.prepare_data_parallel(model)
-        mesh = init_device_mesh("cpu", (process_world()[1],))
-        fully_shard(model, mesh=mesh, ignored_params=set(training.expert_parameters(model)))
-    elif process_world()[1] > 1:
+    if process_world()[1] > 1:
         training.prepare_data_parallel(model)
     if blank:
         with torch.no_grad():
@@ -60,9 +46,9 @@ def make(kind, wrap="prepare", blank=False):
     return model, optimizer
 
 
-def save(folder, kind, wrap):
+def save(folder, kind):
     """Two steps, then both kinds of files."""
-    model, optimizer = make(kind, wrap)
+    model, optimizer = make(kind)
     for step in range(2):
         torch.manual_seed(step)
         model(torch.randn(6, DIM)).square().sum().backward()
@@ -101,47 +87,31 @@ def load(folder, kind, files=None):
     return training.full_state_dict(model)
 
 
-def save_each(folder):
-    save(folder, "own", "fsdp")
-    save(folder, "stacked", "prepare")
-
-
 def load_each(folder, kinds):
     return {kind: load(folder, kind) for kind in kinds}
 
 
 def check_four(folder):
-    found = load_each(folder, ("own", "stacked"))
-    found["stacked, in slices"] = load(folder, "sliced", files="stacked")
-    save(folder, "sliced", "prepare")
+    found = load(folder, "stacked"), load(folder, "sliced", files="stacked")
+    save(folder, "sliced")
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Files of two ranks, and of slices on four, which have loaded those of two."""
-    folder = tmp_path_factory.mktemp("dcp")
-    run_ranks(save_each, 2, str(folder))
-    return folder, run_ranks(check_four, 4, str(folder))[0]
+def test_other_numbers_of_ranks_read_what_sets_hold(tmp_path):
+    run_ranks(save, 2, str(tmp_path), "stacked")
+    on_four = run_ranks(check_four, 4, str(tmp_path))[0]
+    alone = load_each(tmp_path, ("stacked", "sliced"))
+    for state in on_four:
+        assert_same_state(state, alone["stacked"])
+    on_two = run_ranks(load_each, 2, str(tmp_path), ("sliced", "stacked"))[0]
+    assert_same_state(on_two, {kind: alone[kind] for kind in on_two})
 
-
-def test_other_numbers_of_ranks_read_what_sets_hold(folder):
-    path, on_four = folder
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process
-        alone = load_each(path, ("own", "stacked", "sliced"))
-        for kind in ("own", "stacked"):
-            assert_same_state(on_four[kind], alone[kind])
-        assert_same_state(on_four["stacked, in slices"], alone["stacked"])
-        on_two = run_ranks(load_each, 2, str(path), ("sliced", "stacked"))[0]
-        assert all(assert_same_state(on_two[kind], alone[kind]) is None for kind in on_two)
-
-        # whose names are those of one process, for torch's own means
-        plain = Model("sliced").state_dict()
-        dcp.load({"run": {"model": plain}}, checkpoint_id=path / "sliced" / "dcp")
-        assert_same_state(plain, alone["sliced"])
-        dcp_to_torch_save(path / "sliced" / "dcp", path / "one.pt")
-        assert_same_state(torch.load(path / "one.pt")["run"]["model"], alone["sliced"])
+    # whose names are those of one process, for torch's own means
+    plain = Model("sliced").state_dict()
+    dcp.load({"run": {"model": plain}}, checkpoint_id=tmp_path / "sliced" / "dcp")
+    assert_same_state(plain, alone["sliced"])
+    dcp_to_torch_save(tmp_path / "sliced" / "dcp", tmp_path / "one.pt")
+    assert_same_state(torch.load(tmp_path / "one.pt")["run"]["model"], alone["sliced"])
 
 
 def muon(model):
@@ -197,9 +167,7 @@ def test_a_save_before_the_first_step_makes_none(kind, tmp_path):
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # counts steps
         optimizer.register_step_post_hook(lambda *_: pytest.fail("a step"))
     state = training.DistributedState(model, optimizers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process
-        dcp.save({"run": state}, checkpoint_id=tmp_path)
+    dcp.save({"run": state}, checkpoint_id=tmp_path)
     for optimizer in optimizers:
         assert not optimizer.state and not getattr(optimizer, "_opt_called", False)
         optimizer._optimizer_step_post_hooks.clear()
@@ -207,9 +175,7 @@ def test_a_save_before_the_first_step_makes_none(kind, tmp_path):
     assert_near(three_steps(model, optimizers), wanted)
     assert entries(state) == saved
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load({"run": state}, checkpoint_id=tmp_path)
+    dcp.load({"run": state}, checkpoint_id=tmp_path)
     assert not any(optimizer.state for optimizer in optimizers)
     assert_near(three_steps(model, optimizers), wanted)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from fairseq_tutel.distributed import build_groups, is_expert, mark_expert, process_world
 from fairseq_tutel.training import expert_grad_sq_norm, reduce_expert_grads
-from fairseq_tutel.training.gradients import average_expert_grad
 
 W = 4
 EXPERTS = (1, 2, 4, 8)
@@ -42,41 +41,7 @@ def _reduce():
             grads = [None if p.grad is None else p.grad.clone() for p in experts]
             sq_norm = expert_grad_sq_norm([dense, *experts], groups)
             found[num_experts, size, normalization] = (grads, sq_norm.item(), sq_norm.dtype)
-            if not size:
-                _compare_with_slices(num_experts, normalization, rank)
     return found
-
-
-def _compare_with_slices(num_experts, normalization, rank):
-    """What holders have of the sum over all ranks, against the same sum on each of them."""
-    whole, sliced = (build_groups(num_experts, placement=p) for p in ("replicated", "sliced"))
-    slices, index = sliced.num_slices, sliced.slice_index
-    grads = [torch.arange(1.0, 9.0), torch.tensor([3.0, -7.0])]  # of 8 hidden units; of a bias
-    for part in (1.0, 0.5):  # of every block, and as much elsewhere
-        want = [mark_expert(nn.Parameter(torch.zeros_like(grad))) for grad in grads]
-        units = nn.Parameter(torch.zeros(8 // slices))
-        bias = nn.Parameter(torch.zeros(2))
-        got = [mark_expert(units, copies=1), mark_expert(bias, copies=slices)]
-        for param, grad in zip(want, grads, strict=True):
-            param.grad = (1 + rank % whole.ep_size) * grad
-        total = [param.grad * slices for param in want]
-        units.grad = total[0].chunk(slices)[index].clone()
-        if slices == 1 or part == 0.5 and index < 2:
-            bias.grad = total[1] * (1 if slices == 1 else part)
-        elif part == 1.0 and index == 1:
-            bias.grad = total[1].clone()
-        average = [average_expert_grad(p.grad, whole) for p in want]
-        reduce_expert_grads(want, whole, normalization)
-        pairs = [(units.grad, 1), (torch.zeros(2) if bias.grad is None else bias.grad, slices)]
-        sliced_average = [average_expert_grad(grad, sliced, copies) for grad, copies in pairs]
-        reduce_expert_grads(got, sliced, normalization)
-        for a, b in ((average, sliced_average), (want, got)):
-            a, b = ([x if x.grad is None else x.grad for x in each] for each in (a, b))
-            torch.testing.assert_close(b[0], a[0].chunk(slices)[index])
-            torch.testing.assert_close(b[1], a[1])
-        torch.testing.assert_close(
-            expert_grad_sq_norm(got, sliced), expert_grad_sq_norm(want, whole)
-        )
 
 
 @functools.cache
@@ -129,16 +94,6 @@ def test_overflow_on_one_rank_is_seen_by_all():
     half = mark_expert(nn.Parameter(torch.zeros(1, 2, dtype=torch.float16)))
     half.grad = torch.full_like(half, 1000.0)  # its square is out of fp16's range
     assert expert_grad_sq_norm([half], build_groups(W)).item() == pytest.approx(W * 2e6)
-
-
-def test_one_rank_divides_by_nothing():
-    param = mark_expert(nn.Parameter(torch.zeros(2)))
-    param.grad = torch.ones(2)
-    for normalization in ("world_size", "sqrt_world_size"):
-        reduce_expert_grads([param], build_groups(4), normalization)
-    assert param.grad.tolist() == [1.0, 1.0]
-    assert expert_grad_sq_norm([param], build_groups(4)).item() == pytest.approx(2.0)
-    assert expert_grad_sq_norm([], build_groups(4)).item() == 0.0
 
 
 def test_unknown_normalization_is_refused():

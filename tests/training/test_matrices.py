@@ -33,7 +33,6 @@ class Model(nn.Module):
 
 
 def batch(step):
-    """Return this rank's tokens of a step."""
     rank, world_size = process_world()
     x = torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(step))
     return x.chunk(world_size)[rank]
@@ -87,7 +86,6 @@ def run(source, target, first, stop):
 
 
 def states(optimizers):
-    """Each optimizer's state by parameter, in order."""
     return [[optimizer.state[param] for param in optimizer.param_groups[0]["params"]]
             for optimizer in optimizers]  # fmt: skip
 

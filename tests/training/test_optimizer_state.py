@@ -99,15 +99,6 @@ def test_state_that_mixes_experts_stays_with_them():
         names.from_named(named, fewer.state_dict())
 
 
-def test_state_of_some_experts_only_is_refused():
-    _, optimizer, names = trained(range(4), OPTIMIZERS["adam"], 2)
-    named = names.to_named(optimizer.state_dict())
-    assert named["named_state"]["frozen"] == {}
-    named["named_state"]["experts.2.fc1.bias"] = {}
-    with pytest.raises(ValueError, match="no optimizer state for experts.fc1_bias"):
-        names.from_named(named, optimizer.state_dict())
-
-
 def test_a_state_is_saved_through_transforms(tmp_path):
     """One's own, last, sees whole tensors and changes what is written."""
     model, optimizer, names = trained(range(4), OPTIMIZERS["adamw"], 1)

@@ -94,11 +94,10 @@ def path_of(folder, case, how):
     return os.path.join(folder, f"{case[0]}-{case[1]}-{how}.pt")
 
 
-def through(folder, cases, sources, trained, device):
-    """Sets by case: what each placement saves after loading each source (the end of a set's name).
-
-    ``trained``: also what sliced training from the start gives.
-    """
+def run_all(folder, cases, sources, refusals, device="cpu"):
+    """Sets by case: what each placement saves after loading each source (the end of a set's name),
+    and what sliced training from the start gives."""
+    SliceGather.piece_bytes = 1000  # several pieces per tensor, the last one smaller
     rank, world_size = process_world()
     written = {}
     for case in cases:
@@ -110,12 +109,13 @@ def through(folder, cases, sources, trained, device):
                 path = path_of(folder, case, f"{world_size}-{placement}-from-{source}")
                 training.save_checkpoint(path, model, optimizer)
                 written.setdefault(case, []).append(path)
-        if trained:
-            model, optimizer = make(*case, "sliced")
-            train(model, optimizer)
-            path = path_of(folder, case, f"{world_size}-sliced")
-            training.save_checkpoint(path, model, optimizer)
-            written[case].append(path)
+        model, optimizer = make(*case, "sliced")
+        train(model, optimizer)
+        path = path_of(folder, case, f"{world_size}-sliced")
+        training.save_checkpoint(path, model, optimizer)
+        written[case].append(path)
+    if refusals:
+        check_whole_state_and_refusals(folder)
     return written if rank == 0 else {}
 
 
@@ -178,23 +178,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run_all(folder, cases, sources, trained, refusals, device="cpu"):
-    SliceGather.piece_bytes = 1000  # several pieces per tensor, the last one smaller
-    written = through(folder, cases, sources, trained, device)
-    if refusals:
-        check_whole_state_and_refusals(folder)
-    return written
-
-
-@pytest.mark.parametrize("widest", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_sliced_and_replicated_write_the_same_bits_at_any_number_of_ranks(folder, widest):
-    """One process -> the most ranks -> two -> one, each way between the placements."""
-    cases = CASES if widest == 4 else CASES[::2]
-    written = run_ranks(run_all, widest, folder, cases, ["1"], True, widest == 4, timeout=120)[0]
-    sources = [f"{widest}-sliced", f"{widest}-replicated-from-1"]
-    fewer = run_ranks(run_all, 2, folder, cases, sources, widest == 4, False, timeout=120)[0]
-    for case in cases:
-        assert len(written[case]) == 3 and len(fewer[case]) == 4 + (widest == 4)
+def test_sliced_and_replicated_write_the_same_bits_at_any_number_of_ranks(folder):
+    """One process -> four ranks -> two -> one, each way between the placements."""
+    written = run_ranks(run_all, 4, folder, CASES, ["1"], True, timeout=120)[0]
+    sources = ["4-sliced", "4-replicated-from-1"]
+    fewer = run_ranks(run_all, 2, folder, CASES, sources, False, timeout=120)[0]
+    for case in CASES:
+        assert len(written[case]) == 3 and len(fewer[case]) == 5
         for path in (*written[case], *fewer[case]):
             assert_same(path, path_of(folder, case, "1"))
         model, optimizer = make(*case, seed=7)
@@ -206,8 +196,7 @@ def test_sliced_and_replicated_write_the_same_bits_at_any_number_of_ranks(folder
 
 @pytest.mark.gpu
 def test_slices_on_a_gpu_are_joined_as_on_a_cpu(folder):
-    """Two ranks share it."""
-    written = run_ranks(run_all, 2, folder, CASES[2:], ["1"], False, False, "cuda", timeout=120)[0]
+    written = run_ranks(run_all, 2, folder, CASES[2:], ["1"], False, "cuda", timeout=120)[0]
     for case in CASES[2:]:
         for path in written[case]:
             assert_same(path, path_of(folder, case, "1"))

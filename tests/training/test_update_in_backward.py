@@ -12,7 +12,7 @@ from fairseq_tutel import training
 from fairseq_tutel.distributed import build_groups, is_expert, process_world
 from fairseq_tutel.moe import MoELayer
 
-STEPS, LAYERS = 20, 3
+STEPS, LAYERS = 8, 3
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def weights_after(in_backward, optimizer, experts, reduce, **options):
-    """Weights after 20 steps whose learning rate changes, and the norm of each step."""
+    """Weights after steps whose learning rate changes, and the norm of each step."""
     model = Model(experts, **options)
     world_size = process_world()[1]
     wrapped = model

@@ -19,7 +19,6 @@ from fairseq_tutel.moe import (
     WIRE_LAYERS_NAMES,
     MoEAux,
     RoutingCounts,
-    routing_metrics,
     utilisation,
 )
 
@@ -131,22 +130,6 @@ def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, total, transform
     assert unreduced.sum().item() == pytest.approx(inner)
 
 
-def test_metrics_are_means_over_layers_then_batches():
-    outputs, want = [], dict.fromkeys(METRIC_NAMES, 0.0)
-    for seed in range(3):
-        model = FakeModel([1.0, 2.0])
-        model.counts = [counts(10 + seed), counts(20 + seed)]
-        for aux in model()[1]["moe"]:
-            for name, value in aux.metrics_dict().items():
-                want[name] += value / 6
-        outputs.append(criterion()(model, sample())[2])
-    values = logged(outputs)
-    for name, value in want.items():
-        assert values[name] == pytest.approx(value, rel=1e-5), name
-    assert values["overflow_expert1"] > 0 and values["overflow_expert2"] > 0
-    assert len(METRIC_NAMES) == 11
-
-
 def test_errors_on_the_wire_are_means_over_the_layers_that_have_one():
     """Those of gradients, which records have when the backward pass is over, included."""
     dispatch, gradient = Direction.DISPATCH, Direction.DISPATCH_GRADIENT
@@ -201,23 +184,6 @@ def test_an_update_is_read_back_in_one_piece(monkeypatch):
         values = aggregator.get_smoothed_values()
     assert reads == ["tolist"]
     assert len(values) >= 4 + len(METRIC_NAMES) + len(UTILISATION_NAMES)
-
-
-def test_layers_of_different_shape_are_computed_one_by_one():
-    """As those of an encoder and a decoder."""
-    one, two = (MoEAux(torch.tensor(1.0), *counts(seed)) for seed in (1, 2))
-    reports = [one, two._replace(num_tokens=5), two]
-    together = routing_metrics(reports)
-    for i, aux in enumerate(reports):
-        assert together[:, i].tolist() == pytest.approx(list(aux.metrics_dict().values()))
-
-
-def test_batches_of_different_size_are_weighted_by_their_tokens():
-    base = {"inner_loss": 0.0, "batch_count": 1}
-    small = {**base, "sample_size": 1, "loss": math.log(2) * 8, "moe_loss": 5.0, "ntokens": 1}
-    large = {**base, "sample_size": 3, "loss": 0.0, "moe_loss": 3.0, "ntokens": 3}
-    values = logged([small, large])
-    assert values["loss"] == pytest.approx(2.0) and values["moe_gate_loss"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("extra", [{}, None])

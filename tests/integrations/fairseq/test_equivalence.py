@@ -27,24 +27,19 @@ HELPED = f"{DROPLESS} --moe-balance-ranks --moe-balance-min-rows 1 --moe-balance
 # options; 4 micro-batches per update, 8 with update-freq 2 (on 4 ranks 1 and 2 of each)
 LANGUAGE_MODELS = {
     "E=1 K=1 drops": "--moe-top-k 1",
-    "E=1 K=1 dropless": f"--moe-top-k 1 {DROPLESS}",
     "E=2 K=1 drops": "--moe-top-k 1",
-    "E=2 K=2 dropless": DROPLESS,
     "E=4 K=1 dropless": f"--moe-top-k 1 {DROPLESS}",
     "E=4 K=4 drops": "--moe-top-k 4",
-    "E=8 K=2 drops": "",
     "E=8 K=4 dropless helped": f"--moe-top-k 4 {HELPED}",
     "E=2 K=2 update-freq 2 pytorch_ddp": PYTORCH,
     "E=4 K=2 update-freq 2": "",
-    "E=8 K=2 update-freq 2 pytorch_ddp": PYTORCH,
-    "E=2 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
     "E=4 K=2 checkpoint-activations dropless helped": f"--checkpoint-activations {HELPED}",
     "E=8 K=2 checkpoint-activations pytorch_ddp": f"--checkpoint-activations {PYTORCH}",
     # recomputed layers exchange again, in the same order
     "E=8 K=2 checkpoint-activations 2dh": "--checkpoint-activations --moe-exchange 2dh "
     "--moe-overlap-degree 4",
     "E=4 top1-expert, z-loss, average": "--moe-top1-expert --moe-z-loss-wt 0.01 "
-    "--moe-gate-loss-combine-method average",
+    "--moe-gate-loss-combine-method average --moe-load-bias quantile",
     "E=4 prioritised, normalised before, dynamic": "--moe-batch-prioritized-routing "
     "--moe-normalize-gate-prob-before-dropping --moe-capacity-factor -0.75",
     "E=4 K=2 re-routed, by probability, sigmoid": "--moe-overflow-rerouting 1 --moe-drop-policy "

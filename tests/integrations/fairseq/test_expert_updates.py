@@ -19,7 +19,6 @@ CASES = {
     "all": "--moe-expert-count 4 --moe-normalize-expert-grad sqrt_world_size",
     "replicas": "--moe-expert-count 1 --moe-top-k 1 --checkpoint-activations "
     "--ddp-backend pytorch_ddp",
-    "sliced": "--moe-expert-count 1 --moe-top-k 1 --moe-expert-placement sliced",
     "bf16": "--moe-expert-count 4 --memory-efficient-bf16",
 }
 
@@ -27,10 +26,10 @@ CASES = {
 def _batches(update):
     """Of the last update the second rank has none."""
     rank, world_size = process_world()
-    return [{}] if update == 19 and rank else own_batches(update, world_size)
+    return [{}] if update == 7 and rank else own_batches(update, world_size)
 
 
-def _train(cfg, updates=20):
+def _train(cfg, updates=8):
     trainer = make_trainer(cfg)
     records = record_updates(trainer)
     for update in range(updates):
@@ -42,20 +41,15 @@ def _train(cfg, updates=20):
 
 
 def _both(cfgs):
-    found = {}
-    for name, (usual, early) in cfgs.items():
-        found[name] = _train(usual), _train(early)
-    return found
+    return {name: (_train(usual), _train(early)) for name, (usual, early) in cfgs.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_and_norms_are_those_of_usual_updates(ranks):
+def test_weights_and_norms_are_those_of_usual_updates():
     cfgs = {
         name: [make_config("--clip-norm", "0", *words.split(), *more) for more in ((), (FLAG,))]
         for name, words in CASES.items()
-        if ranks > 1 or name == "all"
     }
-    for found in run_ranks(_both, ranks, cfgs, timeout=120):
+    for found in run_ranks(_both, 2, cfgs, timeout=120):
         for name, ((weights, norms, kept), (early, early_norms, freed)) in found.items():
             assert all(freed) and not any(kept)
             near = 2e-2 if name == "bf16" else 1e-5

@@ -55,7 +55,6 @@ def _translations(text):
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("run, folder", WEIGHTS)
 def test_golden_translations(run, folder, beam, programs):
-    """Every hypothesis is Meta's, and its scores are."""
     name = "generate" + "_trained" * (folder == "trained") + "_beam1" * (beam == 1)
     want = _translations((GOLDEN / run / f"{name}.txt").read_text())
     lines = (GOLDEN / run / "generate_args.txt").read_text().splitlines()

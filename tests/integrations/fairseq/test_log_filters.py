@@ -4,18 +4,16 @@ import re
 import sys
 import warnings
 
-from helpers.commands import ROOT, fairseq_command, run
+from helpers.commands import ROOT, SMALL_LM, fairseq_command, run
 
 from fairseq_tutel.command_line import quiet
 from fairseq_tutel.integrations.fairseq.errors import log_filters
 
-TINY = """
-    --user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy
-    --task dummy_lm --dict-size 28 --dataset-size 8 --tokens-per-sample 8 --batch-size 4 --cpu
-    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --no-save
-    --decoder-attention-heads 2 --moe-expert-count 2 --optimizer adam --lr 0.01 --max-update 2
-    --share-decoder-input-output-embed --log-interval 2 --log-format simple --disable-validation
-    --use-moe-pad-mask --checkpoint-activations
+TINY = f"""{SMALL_LM}
+    --task dummy_lm --dict-size 28 --dataset-size 8 --tokens-per-sample 8 --batch-size 4 --no-save
+    --moe-expert-count 2 --lr 0.01 --max-update 2 --share-decoder-input-output-embed
+    --log-interval 2 --log-format simple --disable-validation --use-moe-pad-mask
+    --checkpoint-activations
 """
 
 

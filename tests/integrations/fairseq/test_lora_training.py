@@ -1,4 +1,4 @@
-"""``--moe-lora-rank``: only updates of experts train; sets, numbers of ranks, the merged set."""
+"""``--moe-lora-rank``: only updates of experts train; numbers of ranks, the merged set."""
 
 import copy
 
@@ -37,22 +37,14 @@ def parameters(trainer):
     return {n: p.detach().clone() for n, p in trainer.get_model().named_parameters()}
 
 
-def train(base, folder, name):
-    """Return the norm of each update and the updates of the experts; resume in the middle."""
+def train(base):
+    """Loss and norm of each update, and the updates of the experts."""
     trainer = start(base)
     records, frozen = record_updates(trainer), parameters(trainer)
     for update in range(UPDATES):
         trainer.train_step(own_batches(update, BATCHES))
     for key, value in parameters(trainer).items():
         assert ("lora" in key) != torch.equal(value, frozen[key]), key
-    path = f"{folder}/{name}.pt"
-    save(trainer, path, UPDATES)
-    again = make_trainer(make_config(*ALL, *LORA))
-    again.load_checkpoint(path)
-    for each in (trainer, again):
-        each.train_step(own_batches(UPDATES, BATCHES))
-    for key, value in parameters(again).items():
-        torch.testing.assert_close(value, parameters(trainer)[key], msg=key)
     grads = [p.grad for p in trainer.get_model().parameters() if p.grad is not None]
     assert all(is_expert(p) == ("experts" in n) for n, p in trainer.get_model().named_parameters())
     # the norm over the experts of both ranks is at least that of this one's
@@ -72,10 +64,10 @@ def base(tmp_path_factory):
     return path
 
 
-def test_ranks_and_resuming(base, tmp_path):
-    norms, held = train(base, tmp_path, "one")
+def test_ranks_train_as_one(base):
+    norms, held = train(base)
     assert all(norm > 0.02 for _, norm in norms)  # clipping is active
-    both = run_ranks(train, 2, base, tmp_path, "two")
+    both = run_ranks(train, 2, base)
     for found, _ in both:
         torch.testing.assert_close(torch.tensor(found), torch.tensor(norms))
     for name, value in held.items():

@@ -19,7 +19,6 @@ from fairseq_tutel.integrations.fairseq.options import help
 
 
 def ranges_of(options):
-    """The ranges that the fields of a dataclass state, by the name of the field."""
     stated = ((f.name, f.metadata.get("range")) for f in options.__dataclass_fields__.values())
     return {name: allowed for name, allowed in stated if allowed is not None}
 
@@ -29,7 +28,6 @@ CRITERION = ranges_of(MoECrossEntropyCriterionConfig)
 
 
 def bad_numbers(allowed):
-    """Not finite, and beyond each end of a range."""
     ends = [allowed.low - 1, allowed.high + 1]
     ends += [allowed.low] * allowed.low_open + [allowed.high] * allowed.high_open
     return [math.nan, math.inf, -math.inf, *(int(end) for end in ends if math.isfinite(end))]

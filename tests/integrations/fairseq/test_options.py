@@ -1,4 +1,4 @@
-"""The command line: names, defaults and conflicts of the options, and the named sizes."""
+"""The command line: help, conflicts of the options, and the named sizes."""
 
 import dataclasses
 import importlib
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from fairseq import checkpoint_utils, options
-from fairseq.criterions.label_smoothed_cross_entropy import (
-    LabelSmoothedCrossEntropyCriterionConfig,
-)
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
@@ -24,32 +22,6 @@ from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_o
 
 ARCH = "transformer_lm_gpt_moe"
 CRITERION = "moe_cross_entropy"
-# option of fairseq's branch "moe" -> (words, value then, default); those of this package stand on
-# the page, which a test below compares
-OPTIONS = {
-    "--moe-freq": (["3"], 3, 2),  # the branch's default is 0: dense
-    "--moe-expert-count": (["64"], 64, 0),
-    "--moe-gating-use-fp32": ([], True, None),
-    "--moe-second-expert-policy": (["random"], "random", "sampling"),
-    "--moe-normalize-gate-prob-before-dropping": ([], True, False),
-    "--moe-expert-ffn-dim": (["96"], 96, None),
-    "--moe-top1-expert": ([], True, False),
-    "--moe-eval-capacity-token-fraction": (["0.25"], 0.25, None),
-    "--moe-normalize-expert-grad": (["sqrt_world_size"], "sqrt_world_size", "world_size"),
-    "--use-moe-pad-mask": ([], True, False),
-    "--moe-batch-prioritized-routing": ([], True, False),
-    "--record-a2a-perf-stats": ([], True, False),
-    "--dummy-a2a": ([], True, False),
-    "--alternate-decoder-ffn-embed-dim": (["512"], 512, 0),
-    "--min-params-to-wrap": (["7"], 7, 10**8),
-    "--use-stable-embedding": ([], True, False),
-    "--num-workers-valid": (["3"], 3, 0),
-    # of the criterion
-    "--moe-gate-loss-wt": (["0.01"], 0.01, 1.0),
-    "--moe-gate-loss-combine-method": (["sum"], "sum", "average"),
-    "--moe-gate-loss-transform": (["neg_log"], "neg_log", "none"),
-    "--sentence-avg": ([], True, False),
-}
 # fairseq's README.moe.md, "4.1B" on one node, but for the arch; and the same with 32 layers
 README = """
     --ddp-backend fully_sharded --memory-efficient-fp16 --checkpoint-activations
@@ -81,26 +53,6 @@ def config(*words, **kwargs):
 @pytest.fixture(scope="module")
 def default():
     return config()
-
-
-# these exclude one of the others
-ALONE = {"--moe-top1-expert"}
-
-
-@pytest.fixture(scope="module")
-def together():
-    """All options on one command line, but for ALONE."""
-    given = [(o, *words) for o, (words, *_) in OPTIONS.items() if o not in ALONE]
-    return config(*(word for words in given for word in words))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_is_accepted_and_has_its_default(option, default, together):
-    words, value, default_value = OPTIONS[option]
-    given = config(option, *words) if option in ALONE else together
-    name = option.removeprefix("--").replace("-", "_")
-    section = "model" if name in default.model else "criterion"
-    assert (default[section][name], given[section][name]) == (default_value, value)
 
 
 def test_default_sizes_are_those_of_transformer_lm_gpt(default):

@@ -5,7 +5,6 @@ import torch
 from helpers.training import make_config, make_trainer
 
 from fairseq_tutel.command_line.starters import Started, started
-from fairseq_tutel.integrations.fairseq import hooks
 from fairseq_tutel.integrations.fairseq.programs import ranks
 
 TORCHRUN = {
@@ -28,13 +27,10 @@ def cfg():
 @pytest.mark.parametrize(
     "env, place",
     [
-        (TORCHRUN, Started("torchrun", 1, 2)),
-        (MPIRUN, Started("mpirun", 1, 3)),
         (SRUN, Started("srun", 1, 4)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Started("mpiexec", 0, 2)),
         ({**SRUN, **TORCHRUN}, Started("torchrun", 1, 2)),
-        # alone: nothing, one process, or the batch script of a job with several tasks
-        ({}, Started("", 0, 1)),
+        # alone: one process, or the batch script of a job with several tasks
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, Started("", 0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Started("", 0, 1)),
     ],
@@ -109,27 +105,3 @@ def test_a_trainer_that_would_be_one_of_two_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=works):
         make_trainer(make_config())
     make_trainer(make_config(moe=False))  # a dense model does what it always did
-
-
-def test_programs_that_join_are_those_that_run_experts_on_several_ranks(monkeypatch):
-    joined = []
-    monkeypatch.setattr(hooks.evaluation, "is_moe_checkpoint", lambda path: path == "moe.pt")
-    monkeypatch.setattr(hooks.ranks, "join_started_ranks", joined.append)
-
-    def joins(program, cfg):
-        joined.clear()
-        names = {}
-        exec(compile("def main(cfg): pass", f"/fairseq_cli/{program}.py", "exec"), names)
-        hooks._call_main(lambda cfg, main: main(cfg), cfg, names["main"])
-        return bool(joined)
-
-    assert joins("train", make_config())
-    assert not joins("train", make_config(moe=False))
-    cfg = make_config()
-    cfg.distributed_training.distributed_world_size = 1
-    for program, path, expected in (
-        ("eval_lm", "moe.pt", True), ("validate", "moe.pt", True), ("eval_lm", "dense.pt", False),
-        ("eval_lm", None, False), ("interactive", "moe.pt", False),
-    ):  # fmt: skip
-        cfg.common_eval.path = path
-        assert joins(program, cfg) is expected, (program, path)

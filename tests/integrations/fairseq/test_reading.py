@@ -161,7 +161,6 @@ def test_a_class_of_the_user_is_read_where_it_was_allowed(tmp_path):
 @pytest.mark.parametrize("content", ["code", "garbage", "half"])
 @pytest.mark.parametrize("member", ["shared", "rank-1"])
 def test_a_bad_member_of_a_set_is_one_line(member, content, saved, tmp_path):
-    """In evaluation, and in training, where the ranks tell each other."""
     file = saved.replace(".pt", f"-{member}.pt")
     if content == "code":
         torch.save(_state(x=RunsCode(tmp_path / "ran")), file)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.commands import ROOT, environment, logged
+from helpers.commands import ROOT, SMALL_LM, environment, logged
 from helpers.distributed import run_ranks
 from helpers.programs import requeued_in
 from helpers.training import make_batch, make_config, make_trainer
@@ -23,13 +23,9 @@ UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
 # With --update-epoch-batch-itr, since stock fairseq otherwise forms batches once, from a seed plus
 # the number of the first epoch: a run that resumes in the second one has other batches from there.
 _WORDS = f"""
-    {ROOT}/tests/golden/data_world1 --user-dir {ROOT}/fairseq_tutel
-    --batch-size 3 --task language_modeling --tokens-per-sample 8 --sample-break-mode none
-    --arch transformer_lm_gpt_moe --criterion moe_cross_entropy --moe-expert-count 4
-    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32
-    --decoder-attention-heads 2 --moe-load-log-interval 4 --optimizer adam --lr 0.002 --cpu
-    --required-batch-size-multiple 1 --max-update {MAX_UPDATE} --log-format json --log-interval 1
-    --validate-interval-updates 5 --save-interval-updates 5 --num-workers 0
+    {ROOT}/tests/golden/data_world1 {SMALL_LM} --task language_modeling --tokens-per-sample 8
+    --sample-break-mode none --batch-size 3 --moe-expert-count 4 --moe-load-log-interval 4
+    --lr 0.002 --max-update {MAX_UPDATE} --validate-interval-updates 5 --save-interval-updates 5
     --update-epoch-batch-itr True
 """
 

@@ -21,7 +21,8 @@ from fairseq_tutel.distributed import process_world
 HALF, BATCHES = 3, 4  # updates before and after, micro-batches per update over all ranks
 CASES = {
     "E=4 adam": "--moe-expert-count 4",
-    "E=2 top1 pytorch_ddp": "--moe-expert-count 2 --moe-top1-expert --ddp-backend pytorch_ddp",
+    "E=2 top1 pytorch_ddp": "--moe-expert-count 2 --moe-top1-expert --ddp-backend pytorch_ddp "
+                            "--moe-load-bias quantile",
     "E=6 in groups": "--moe-expert-count 6 --moe-shared-expert-ffn-dim 12 --moe-null-experts 2",
     "E=4 fp16": "--moe-expert-count 4 --fp16 --fp16-init-scale 16",
     "E=4 bf16": "--moe-expert-count 4 --bf16",
@@ -33,9 +34,10 @@ CASES = {
                                 "--ddp-backend pytorch_ddp --weight-decay 0.01",
     "E=4 warm-up, momentum": "--moe-expert-count 4 --optimizer nag --lr 0.1 "
                              "--lr-scheduler inverse_sqrt --warmup-updates 8",
+    "E=4 lora": "--moe-expert-count 4 --moe-lora-rank 2 --lr 0.1",
     "translation, E=4": "--moe-expert-count 4 --moe-freq 1 --moe-cmr --use-moe-pad-mask",
 }  # fmt: skip
-MOVES = [(4, 4), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]
+MOVES = [(4, 4), (1, 2), (2, 4), (4, 2), (4, 1)]
 
 
 @functools.cache

@@ -98,7 +98,6 @@ def test_a_rank_that_fails_ends_all(where, message):
 
 
 def _alone():
-    """A step of one rank without the others."""
     decoder = _model().models[0].decoder
     with pytest.raises(ValueError, match="spread over 2 ranks, which generate together only from"):
         decoder(torch.tensor([[2, 5]]), incremental_state={})

@@ -74,8 +74,14 @@ def test_finetuning_starts_from_a_set_by_its_name(state, tmp_path, monkeypatch):
         _start(tmp_path / "run", "--finetune-from-model", str(tmp_path / "nowhere.pt"))
 
 
-@pytest.mark.parametrize("option", ["--finetune-from-model", "--continue-once"])
-@pytest.mark.parametrize("state", ["complete", "interrupted", "merged"])
+@pytest.mark.parametrize(
+    "option, state",
+    [
+        ("--continue-once", "complete"),
+        ("--finetune-from-model", "interrupted"),
+        ("--finetune-from-model", "merged"),
+    ],
+)
 def test_a_run_that_has_saved_goes_on(option, state, tmp_path, monkeypatch):
     """Whatever its last set looks like; these options are for its first launch."""
     run = _trained(tmp_path / "run", 3)

@@ -43,7 +43,6 @@ def _resumed(path):
 
 
 def _evaluated(path):
-    """The mean log-probability that one process computes of a batch."""
     task = tasks.setup_task(load_config(DATA, "run", []).task)
     (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task)
     batch = make_batch(1)

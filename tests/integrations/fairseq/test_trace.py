@@ -8,7 +8,6 @@ from helpers.distributed import run_ranks
 from helpers.training import LENGTH, make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 
-from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
 
 WORDS = "--moe-expert-count 4 --moe-freq 1 --checkpoint-activations --moe-trace"
@@ -100,35 +99,3 @@ def test_a_resumed_run_writes_later_updates_again(tmp_path):
     assert [each.get("resumed") for each in lines] == [False, None, None, True, None]
     assert [each["update"] for each in lines] == [0, 1, 2, 0, 3]
     assert len(lines[-1]["tokens"][""]) == 4 * LENGTH
-
-
-def _passes(cfg):
-    """A pass of the command line's model that is recorded, and one that replays it."""
-    trainer = make_trainer(cfg)
-    model, batch = trainer.get_model(), make_batch(50 + process_world()[0])
-
-    def run():
-        torch.manual_seed(5)
-        model.zero_grad()
-        x, extra = model(**batch["net_input"])
-        (x.float().square().mean() + sum(aux.loss for aux in extra["moe"])).backward()
-        grads = [param.grad for param in model.parameters()]
-        return [x, *(aux.loss for aux in extra["moe"]), *extra["moe_counts"], *grads]
-
-    with training.record_choices(model) as choices:
-        recorded = run()
-    with training.replay_choices(model, choices), training.record_choices(model) as again:
-        replayed = run()
-    assert choices and all(torch.equal(choices[name], again[name]) for name in choices)
-    other = {name: each.flip(0) for name, each in choices.items()}
-    with training.replay_choices(model, other):
-        assert not torch.equal(run()[0], recorded[0])
-    return all(torch.equal(*pair) for pair in zip(recorded, replayed, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_replay_of_the_command_lines_model_has_the_bits_of_the_recorded_pass(ranks):
-    words = "--moe-expert-count 4 --moe-second-expert-policy sampling --dropout 0.1"
-    for more in ("", "--checkpoint-activations"):
-        cfg = make_config(*words.split(), *more.split())
-        assert run_ranks(_passes, ranks, cfg) == [True] * ranks

@@ -32,21 +32,21 @@ def test_what_cannot_train_experts_is_refused(key, value, message):
         make_trainer(cfg)
 
 
-@pytest.mark.parametrize("warns", [True, False])
-def test_a_criterion_without_the_gate_loss_is_warned_of(warns, caplog):
-    cfg = make_config("--moe-expert-count", "2")
-    if warns:
-        cfg.criterion = {"_name": "cross_entropy", "sentence_avg": False}
-    caplog.set_level("WARNING", logger="fairseq_tutel.integrations.fairseq.trainer.trainer")
-    make_trainer(cfg)
-    assert ("leaves out the gate loss" in caplog.text) == warns
-
-
-@pytest.mark.parametrize("words, warns", [((), True), (("--moe-expert-count", "1"), False)])
-def test_one_expert_by_default_is_warned_of(words, warns, caplog):
+@pytest.mark.parametrize(
+    "criterion, experts, warning",
+    [
+        ("moe_cross_entropy", "2", None),
+        ("cross_entropy", "2", "leaves out the gate loss"),
+        ("moe_cross_entropy", "0", "1 expert per MoE layer"),
+    ],
+)
+def test_what_is_seldom_meant_is_warned_of(criterion, experts, warning, caplog):
     caplog.set_level("WARNING", logger="fairseq_tutel.integrations.fairseq")
-    make_trainer(make_config("--moe-top-k", "1", *words))
-    assert ("1 expert per MoE layer" in caplog.text) == warns
+    cfg = make_config("--moe-top-k", "1", "--moe-expert-count", experts)
+    if criterion == "cross_entropy":
+        cfg.criterion = {"_name": criterion, "sentence_avg": False}
+    make_trainer(cfg)
+    assert warning in caplog.text if warning else not caplog.messages
 
 
 def test_the_config_says_what_was_decided():
@@ -65,7 +65,6 @@ def test_models_without_experts_get_the_stock_trainer():
 
 @pytest.mark.slow
 def test_dense_training_is_the_same_with_the_plugin(tmp_path, programs):
-    """fairseq's own model with fairseq-train: every logged value, with and without --user-dir."""
     logs = []
     for name, extra in (("without", ()), ("with", ("--user-dir", str(ROOT / "fairseq_tutel")))):
         folder = tmp_path / name
@@ -88,7 +87,6 @@ def test_dense_training_is_the_same_with_the_plugin(tmp_path, programs):
 
 
 def _loads(cfg, folder):
-    """The same totals, from the updates themselves."""
     cfg.checkpoint.save_dir = folder
     trainer = make_trainer(cfg)
     for update in range(5):

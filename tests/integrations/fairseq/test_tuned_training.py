@@ -31,8 +31,6 @@ SAVED_AT, END = 8, 30
 
 
 class _TableTimer(RegionTimer):
-    """Times of a table in place of the clock."""
-
     exchange = None
 
     @property
@@ -115,7 +113,6 @@ def _unlike_groups():
 
 
 def _trials(exchanges):
-    """Exchanges in the order in which they were used."""
     return [e for e, before in zip(exchanges, [None, *exchanges], strict=False) if e != before]
 
 

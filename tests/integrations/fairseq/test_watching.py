@@ -2,7 +2,7 @@
 
 import re
 
-from helpers.commands import ROOT, logged
+from helpers.commands import ROOT, SMALL_LM, logged
 
 from fairseq_tutel.integrations.fairseq.errors import log_filters
 
@@ -16,13 +16,10 @@ NOT_IN_THIS_RUN = {
     "moe_exchange_ms", "nll_loss", "all_to_all_cuda_time_ms", "cmr_gate_loss",
     "moe_util_rank_helped", "moe_rows_helped", "moe_mb_moved",
 }  # fmt: skip
-RUN = """
-    --user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy --no-save
-    --task dummy_lm --dict-size 28 --dataset-size 16 --tokens-per-sample 8 --batch-size 4 --cpu
-    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 16 --moe-expert-count 4
-    --decoder-attention-heads 2 --optimizer adam --lr 0.01 --max-update 2 --log-format json
-    --moe-null-experts 2 --moe-wire bf16 --record-a2a-perf-stats --log-interval 1
-    --moe-second-expert-policy all --disable-validation
+RUN = f"""{SMALL_LM}
+    --task dummy_lm --dict-size 28 --dataset-size 16 --tokens-per-sample 8 --batch-size 4 --no-save
+    --moe-expert-count 4 --lr 0.01 --max-update 2 --moe-null-experts 2 --moe-wire bf16
+    --record-a2a-perf-stats --moe-second-expert-policy all --disable-validation
 """
 
 
@@ -39,6 +36,6 @@ def test_the_page_names_every_metric_and_no_other_and_all_experts_are_counted(pr
         counts += re.findall(r"parameters of all ranks: (.*) active per token: (.*)", done.stdout)
     (run,) = logged(done.text, "train")
     assert set(run) - FAIRSEQS == set(names) - NOT_IN_THIS_RUN
-    # one layer of 4 experts: one has 2 * 16 * 16 weights and 32 biases
-    assert counts[0] == counts[1] and "experts 2,176)" in counts[0][0]
+    # one layer of 4 experts: one has 2 * 16 * 32 weights and 48 biases
+    assert counts[0] == counts[1] and "experts 4,288)" in counts[0][0]
     assert "(2 of 4 experts)" in counts[0][1]

@@ -4,4 +4,4 @@ import importlib.util
 
 collect_ignore = []
 if importlib.util.find_spec("transformers") is None:
-    collect_ignore = ["test_experts_interface.py", "test_models.py", "test_models_resume.py"]
+    collect_ignore = ["test_experts_interface.py", "test_models.py"]

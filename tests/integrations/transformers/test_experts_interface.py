@@ -19,7 +19,6 @@ FOLDERS = [
 
 
 def outcome(model):
-    """Logits, and the gradients of all parameters."""
     model.zero_grad()
     out = tiny_models.logits(model)
     # not a norm of the output, which a final norm would make constant
@@ -30,7 +29,6 @@ def outcome(model):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the implementation."""
     found = []
 
     def counted(experts, *args):

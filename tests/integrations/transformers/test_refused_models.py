@@ -9,11 +9,7 @@ from helpers.sparse_models import MIXTRAL, SIZES, make, tokens, transformers
 from torch import nn
 
 from fairseq_tutel import training
-from fairseq_tutel.integrations.transformers import (
-    original_state_dict,
-    replace_moe,
-    restore_moe,
-)
+from fairseq_tutel.integrations.transformers import original_state_dict, replace_moe, restore_moe
 
 pytestmark = pytest.mark.extras
 

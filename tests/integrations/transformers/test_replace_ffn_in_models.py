@@ -80,7 +80,6 @@ def test_experts_that_start_as_the_block_change_nothing(name):
 
 
 def train_on_ranks(name):
-    """Losses of four steps."""
     model, match, _ = make(name)
     return train_replaced(model, match, lambda net, rows: net(**batch_of(name, rows)).loss)
 

@@ -62,7 +62,7 @@ def test_logits_losses_and_gradients_are_what_they_were(name, training_mode):
         torch.testing.assert_close(grads[each], grad, rtol=1e-4, atol=1e-5, msg=each)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mixtral, tied", "qwen3", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral, tied", "olmoe"])
 def test_save_pretrained_writes_what_the_original_class_loads(name, tmp_path):
     model = make(name, dtype=torch.bfloat16 if name == "olmoe" else torch.float32)
     kind, want = type(model), state_of(model)
@@ -106,23 +106,6 @@ def test_frozen_matrices_half_and_mode_stay(trains):
     assert tuple(getattr(layer.mlp.experts, name).requires_grad for name in names) == trains
 
 
-def test_gradient_checkpointing():
-    """The layers run twice, and report once."""
-    ids, found = tokens(), []
-    for checkpointed in (False, True):
-        model = make("olmoe").train()
-        replace_moe(model)
-        if checkpointed:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        with training.collect_aux(model) as aux:
-            loss = model(ids, labels=ids).loss
-        assert len(aux.layers) == 3
-        (loss + aux.loss).backward()
-        found.append({name: param.grad for name, param in model.named_parameters()})
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 def test_lora(name):
     """Train with gradient checkpointing, merge, and put the blocks back."""
@@ -148,17 +131,6 @@ def test_lora(name):
     torch.testing.assert_close(model(ids).logits, trained, rtol=1e-4, atol=1e-4)
 
 
-def test_autocast():
-    model = make("qwen3").train()
-    want = model(tokens()).logits
-    replace_moe(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = model(tokens()).logits
-    got.float().square().mean().backward()
-    assert (got - want).norm() < 0.1 * want.norm()
-    assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
-
-
 # on ranks
 
 EXCHANGES = {
@@ -170,62 +142,53 @@ EXCHANGES = {
 }
 
 
-def train_on_ranks(name, way, folder):
-    """What one rank saw: (largest difference of logits, losses of the steps, difference after
-    restoring), and rank 0's state dict of the original class."""
+def train_on_ranks(name, way, path):
+    """Losses of the steps, and the original class's state dict; saved there as the ranks' set."""
     rank, world_size = process_world()
     model, ids = make(name), tokens().chunk(world_size)[rank]
-    with torch.no_grad():
-        before = model(ids).logits
     options = {"balance_scope": "global", **EXCHANGES[way]}
     num_experts = model.model.layers[0].mlp.gate.num_experts
     groups = build_groups(num_experts, placement=options.pop("placement", "replicated"))
-    blocks = replace_moe(model, groups=groups, **options)
+    with torch.no_grad():
+        before = model(ids).logits
+        blocks = replace_moe(model, groups=groups, **options)
+        assert (model(ids).logits - before).abs().max() < 1e-5
     layer = model.model.layers[0].mlp
     assert layer.experts.fc1_weight.numel() * world_size == 2 * num_experts * 24 * 32
-    with torch.no_grad():
-        difference = (model(ids).logits - before).abs().max().item()
     model.train()
     net = training.wrap_data_parallel(model) if world_size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses = take_steps(model, optimizer, lambda: net(ids, labels=ids).loss)
-    training.save_checkpoint(f"{folder}/{world_size}.pt", model, optimizer)
+    training.save_checkpoint(path, model, optimizer)
     state = original_state_dict(net, blocks)
     assert bool(state) == (rank == 0)
-    if rank == 0:
-        model.save_pretrained(f"{folder}/{world_size}", state_dict=dict(state))
-    model.eval()
-    with torch.no_grad():
-        trained = model(ids).logits
-        restore_moe(net, blocks)
-        restored = (model(ids).logits - trained).abs().max().item()
+    restore_moe(net, blocks)
     if rank == 0:
         assert_same_state(model.state_dict(), state)
-    return difference, losses, restored, state
+    return losses, state
 
 
-# test_models.py trains every model on two ranks by the plain exchange
+# test_models.py trains every model on two ranks by the plain exchange, saves and restores it
 @pytest.mark.parametrize("name, way, world_size", [
     ("qwen3", "overlapped", 2), ("olmoe", "2dh", 4),
     ("olmoe, two experts", "sliced", 4), ("olmoe, two experts", "sliced, r=0", 4),
 ])  # fmt: skip
 def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
-    ranks = run_ranks(train_on_ranks, world_size, name, way, str(tmp_path), timeout=150)
-    differences, losses, restored, states = zip(*ranks, strict=True)
-    assert max(differences) < 1e-5 and max(restored) < 1e-5
-    alone = train_on_ranks(name, "plain", str(tmp_path))
+    path = str(tmp_path / "ranks.pt")
+    losses, (state, *_) = zip(
+        *run_ranks(train_on_ranks, world_size, name, way, path, timeout=150), strict=True
+    )
+    alone, want = train_on_ranks(name, "plain", str(tmp_path / "alone.pt"))
     means = [sum(step) / world_size for step in zip(*losses, strict=True)]
-    assert means == pytest.approx(alone[1], rel=1e-4)
+    assert means == pytest.approx(alone, rel=1e-4)
     assert all(later < earlier for earlier, later in zip(means, means[1:], strict=False))
-    for key, value in alone[3].items():
-        torch.testing.assert_close(states[0][key], value, rtol=1e-3, atol=1e-4, msg=key)
-    loaded = type(make(name)).from_pretrained(f"{tmp_path}/{world_size}")
-    assert_same_state(loaded.state_dict(), states[0])
+    for key, value in want.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-3, atol=1e-4, msg=key)
     # the set of all ranks, in one process
     model = make(name)
     blocks = replace_moe(model)
-    training.load_checkpoint(f"{tmp_path}/{world_size}.pt", model)
-    assert_same_state(original_state_dict(model, blocks), states[0])
+    training.load_checkpoint(path, model)
+    assert_same_state(original_state_dict(model, blocks), state)
 
 
 def generate_on_ranks():
