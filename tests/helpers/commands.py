@@ -12,6 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for folder in ("", "configs/**/", "fairseq_tutel/**/", "scripts/**/", "tests/**/")
+    for path in ROOT.glob(f"{folder}*.md")
+    if path.resolve() == path  # fairseq_tutel/configs is a link
+)
 
 
 def environment(**extra: str) -> dict[str, str]:
