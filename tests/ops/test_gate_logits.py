@@ -28,14 +28,6 @@ def test_product_gradients_and_frozen_arguments(tokens):
     assert gradcheck(lambda w: ops.gate_logits(x.detach(), w), w)
 
 
-def test_opcheck():
-    args = tensors(5, dtype=torch.float32)
-    torch.library.opcheck(torch.ops.fairseq_tutel.gate_logits.default, args)
-    d, (x, w) = torch.randn(5, 4), (t.detach() for t in args)
-    for needs in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(torch.ops.fairseq_tutel.gate_logits_bwd.default, (d, x, w, *needs))
-
-
 @pytest.mark.parametrize(
     ("x", "w", "message"),
     [

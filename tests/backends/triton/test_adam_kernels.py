@@ -44,6 +44,13 @@ def assert_moments_equal(new, ref):
         assert apart.max() <= 1 and (apart != 0).float().mean() < 2e-3
 
 
+def assert_params_equal(new, ref, before):
+    """The interpreter cuts bf16 off instead of rounding it, hence one unit and not half of one."""
+    unit = torch.finfo(new.dtype).eps if new.dtype != torch.float32 else 2.0**-21
+    size = ref.float().abs() + (ref.float() - before.float()).abs()
+    assert bool(((new.float() - ref.float()).abs() <= unit * size).all())
+
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, FP16)]
 SHAPES = [
@@ -64,11 +71,7 @@ def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype, device):
     assert scales[0].shape == scale_shape
     assert not torch.equal(avg, state[2]) and not torch.equal(param, state[0])
     assert_moments_equal((avg, sq), (avg_ref, sq_ref))
-    difference = (param.float() - param_ref.float()).abs()
-    # The interpreter cuts bf16 off instead of rounding it, hence one unit and not half of one.
-    unit = torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-21
-    size = param_ref.float().abs() + (param_ref.float() - state[0].float()).abs()
-    assert bool((difference <= unit * size).all())
+    assert_params_equal(param, param_ref, state[0])
 
 
 def test_small_parameters_in_one_launch_equal_their_twin(device):
@@ -82,9 +85,7 @@ def test_small_parameters_in_one_launch_equal_their_twin(device):
         for (param, _, *rest), (exact, _, *wanted), before in zip(ours, twins, states, strict=True):
             assert all(map(torch.equal, rest[2:], wanted[2:]))
             assert_moments_equal(rest[:2], wanted[:2])
-            unit = torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-21
-            size = exact.float().abs() + (exact.float() - before[0].float()).abs()
-            assert bool(((param.float() - exact.float()).abs() <= unit * size).all())
+            assert_params_equal(param, exact, before[0])
 
 
 def test_parts_with_the_maxima_of_the_whole_are_the_whole(device):
