@@ -47,12 +47,12 @@ def kind_of(layer):
     return type(layer.experts).__name__
 
 
-def assert_like(layer, block, mode=False):
+def assert_like(layer, block):
     """The layer's outputs and gradients of x are the block's."""
     x = 3 * torch.randn(50, M, generator=torch.Generator().manual_seed(2))
     found = []
     for each in (layer, block):
-        each.train(mode)
+        each.eval()
         leaf = x.clone().requires_grad_()
         y = each(leaf)
         (y * torch.sin(torch.arange(M))).sum().backward()

@@ -119,19 +119,19 @@ for score, best, more in itertools.product(
     }  # fmt: skip
 
 
-def set_up(name, seed, dtype=torch.float64):
+def set_up(name, seed):
     """(config, logits, padding mask, load bias) of a case."""
     options = {"second_expert_policy": "all", "balance_over": "all", **CASES[name]}
     generator = torch.Generator().manual_seed(seed)
     tokens, favourite = options.pop("tokens", T), options.pop("favourite", 0.0)
     pad = options.pop("pad", None)
     config = MoEConfig(num_experts=options.pop("experts", E), **options)
-    logits = 2 * torch.randn(tokens, config.num_outputs, dtype=dtype, generator=generator)
+    logits = 2 * torch.randn(tokens, config.num_outputs, dtype=torch.float64, generator=generator)
     logits[:, 1] += favourite
     logits[:, 2] -= max(-favourite, 0.0)
     if pad is not None:
         pad = torch.rand(tokens, generator=generator) < (1.0 if pad == "all" else 0.3)
-    bias = torch.randn(config.num_outputs, dtype=dtype, generator=generator)
+    bias = torch.randn(config.num_outputs, dtype=torch.float64, generator=generator)
     return config, logits.requires_grad_(), pad, bias if config.load_bias != "none" else None
 
 

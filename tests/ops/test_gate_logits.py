@@ -13,10 +13,10 @@ from fairseq_tutel import ops
 from fairseq_tutel.ops import backend
 
 
-def tensors(T, M=6, E=4, dtype=torch.float64):
+def tensors(T):
     generator = torch.Generator().manual_seed(T)
-    shapes = ((T, M), (E, M))
-    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+    given = {"generator": generator, "dtype": torch.float64}
+    return [torch.randn(shape, **given).requires_grad_() for shape in ((T, 6), (4, 6))]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])

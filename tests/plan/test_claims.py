@@ -65,8 +65,8 @@ def test_figures_have_predicted_lines_published_points_and_those_of_a_ladder(tmp
     ladder = tmp_path / "ladder"
     ladder.mkdir()
 
-    def write(name, results, ranks=16):
-        (ladder / name).write_text(json.dumps({"world_size": ranks, "results": results}))
+    def write(name, results):
+        (ladder / name).write_text(json.dumps({"world_size": 16, "results": results}))
 
     both = {name: {"both": {"p50": ms}} for name, ms in (("torch", 10.0), ("dense", 50.0))}
     write("layer-16.json", {"custom": {"ms": both}})

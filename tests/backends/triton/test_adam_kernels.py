@@ -24,14 +24,14 @@ def random_state(shape, scale_shape, dtype, grad_dtype, device):
     return [x.to(device) for x in (param, grad.to(grad_dtype), avg, sq, *scales)]
 
 
-def step_both(state, step=3):
+def step_both(state):
     """Results of (kernel, twin) as lists [param, exp_avg, exp_avg_sq, scales] on copies."""
     results = []
     for module in (kernels, torch_adam):
         param, grad, avg, sq, *scales = [x.clone() for x in state]
         multiplier = torch.tensor(0.125, device=param.device)
         scales = module.adam16_step_(
-            param, grad, avg, sq, *scales, step=step, grad_multiplier=multiplier, **OPTIONS
+            param, grad, avg, sq, *scales, step=3, grad_multiplier=multiplier, **OPTIONS
         )
         results.append([param, avg, sq, *scales])
     return results
