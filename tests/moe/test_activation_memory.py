@@ -66,8 +66,10 @@ def test_same_bits_and_gradients_as_fast(network, dtype):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("network", ["ffn", "geglu with biases"])
-@pytest.mark.parametrize("layout", [{}, {"capacity_factor": 0.75, "dropout": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    ("network", "layout"),
+    [("ffn", {"capacity_factor": 0.75, "dropout": 0.3}), ("geglu with biases", {})],
+)
 def test_kernels(network, layout, monkeypatch):
     monkeypatch.setattr(chooser, "_requested", "triton")
     check_modes(torch.float32, tokens=20, **NETWORKS[network], **layout)

@@ -62,7 +62,7 @@ def as_one(params, chunks, options, seeds):
 
 @pytest.mark.parametrize(
     "activation, dropped, biased",
-    [("gelu", False, False), ("tanh", False, True), ("swiglu", True, True)],
+    [("gelu", False, False), ("swiglu", True, True)],
 )
 @pytest.mark.parametrize("layout", CHUNKS)
 def test_gradients_are_those_of_the_whole(layout, activation, dropped, biased, way):  # noqa: F811

@@ -83,18 +83,15 @@ def test_opcheck_of_backward(name):
         torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
 
 
-def layer(x, wg, w1, b1, w2, b2, top_k, capacity, ragged):
+def layer(x, wg, w1, b1, w2, b2):
     """A small MoE layer out of the operators alone, as the moe package chains them."""
     E, T = wg.shape[1], x.shape[0]
-    expert, gate, prob_sum, entropy, lse = ops.topk_gating((x @ wg).float(), top_k)
-    row, pair, weight, kept, end, count = ops.assign_rows(
-        expert, gate, E, capacity=None if ragged else capacity, padded=not ragged, normalize=True
-    )
+    expert, gate, prob_sum, entropy, lse = ops.topk_gating((x @ wg).float(), 2)
+    options = {"capacity": None, "padded": False, "normalize": True}
+    row, pair, weight, _, end, count = ops.assign_rows(expert, gate, E, **options)
     rows = ops.dispatch(x, row, pair)
-    ends = end if ragged else None
-    by_expert = rows if ragged else rows.view(E, capacity, -1)
-    out = ops.expert_ffn(by_expert, w1, b1, w2, b2, activation="gelu", offsets=ends)
-    y = ops.combine(out.view(rows.shape), row, pair, weight)
+    out = ops.expert_ffn(rows, w1, b1, w2, b2, activation="gelu", offsets=end)
+    y = ops.combine(out, row, pair, weight)
     balance = (prob_sum * count[0]).sum() * E / T**2
     return y, balance + 1e-3 * lse.square().mean(), entropy
 
@@ -105,14 +102,13 @@ def parameters():
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def run(function, tensors, ragged):
-    y, loss, entropy = function(*tensors, 2, 5, ragged)
+def run(function, tensors):
+    y, loss, entropy = function(*tensors)
     (y.square().mean() + loss).backward()
     return [y, loss, entropy, *(t.grad for t in tensors)]
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
-def test_compiles_once_for_all_token_counts(ragged):
+def test_compiles_once_for_all_token_counts():
     """Without a graph break; the number of tokens is no constant of the graph."""
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -120,7 +116,7 @@ def test_compiles_once_for_all_token_counts(ragged):
         tensors = parameters()
         tensors[0] = tensors[0].detach()[:tokens].requires_grad_()
         plain = [t.detach().clone().requires_grad_() for t in tensors]
-        for a, b in zip(run(compiled, tensors, ragged), run(layer, plain, ragged), strict=True):
+        for a, b in zip(run(compiled, tensors), run(layer, plain), strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -172,7 +168,7 @@ def test_the_jacobian_of_a_layer_is_vectorized():
     """Batched gradients of the kind that torch had before functorch."""
 
     def y(x):
-        return layer(x, *parameters()[1:], 2, 5, False)[0]
+        return layer(x, *parameters()[1:])[0]
 
     jacobian, x = torch.autograd.functional.jacobian, parameters()[0].detach()
     torch.testing.assert_close(jacobian(y, x, vectorize=True), jacobian(y, x))

@@ -191,10 +191,12 @@ SIZES = f"""x --task language_modeling --tokens-per-sample 8 --batch-size 2 --op
         ("gpus=8", f"x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
         ("gpu=8", f"x --arch {GPT}", "gpu=8: .* did you mean gpus?"),
         ("a.b=8", f"x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),
-        ("gpus=2 vocabulary=100", SIZES + "--moe-lora-rank 2", "2: the planner counts training of all"),
         *(
             ("gpus=2 vocabulary=100", SIZES + words, words)
-            for words in ("--moe-top-k 9", "--decoder-attention-heads 3", "--moe-freq -1")
+            for words in (
+                "--moe-top-k 9", "--decoder-attention-heads 3", "--moe-freq -1",
+                "--moe-lora-rank 2",
+            )
         ),
         *(
             ("gpus=2 vocabulary=100", SIZES + words, f"{words} must be at least 1")

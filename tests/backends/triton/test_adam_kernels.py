@@ -76,7 +76,7 @@ def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype, device):
 
 def test_small_parameters_in_one_launch_equal_their_twin(device):
     shapes = [((3, 50, 41), (3,)), ((1,), ()), ((), ()), ((2, 1500), (2,))]
-    for dtype, grad_dtype in DTYPES:
+    for dtype, grad_dtype in ((FP32, FP16), (BF16, BF16)):
         states = [random_state(*each, dtype, grad_dtype, device) for each in shapes]
         options = {"step": 3, "grad_multiplier": torch.tensor(0.125, device=device), **OPTIONS}
         ours, twins = ([[x.clone() for x in state] for state in states] for _ in range(2))
