@@ -11,7 +11,8 @@ from helpers import fake_gpu
 from helpers.seeds import seed_all
 
 import fairseq_tutel
-from fairseq_tutel.ops import backend
+from fairseq_tutel import ops
+from fairseq_tutel.ops import backend as chooser
 
 HAS_GPU = fake_gpu.install()
 # Triton reads this when it is imported; set later, parts of its language fail.
@@ -26,7 +27,7 @@ def pytest_collection_modifyitems(items):
     reasons = {
         "gpu": None if HAS_GPU else "no GPU",
         "multi_gpu": None if torch.cuda.device_count() > 1 else "fewer than two GPUs",
-        "interpreted": backend._why_not_triton("cpu"),
+        "interpreted": chooser._why_not_triton("cpu"),
     }
     for item in items:
         for marker, reason in reasons.items():
@@ -51,6 +52,14 @@ def log_levels():
     """What other tests, or fixtures of their modules, set for a trainer does not reach this one."""
     for name in ("fairseq", "fairseq_tutel"):
         logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def backend():
+    """Sets the operators' backend; undone afterwards."""
+    before = ops.get_backend()
+    yield ops.set_backend
+    ops.set_backend(before)
 
 
 @pytest.fixture

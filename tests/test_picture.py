@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.dispatched import spied
 
 from fairseq_tutel import picture
 
@@ -88,10 +89,7 @@ def test_the_file_of_fairseqs_own_log(tmp_path):
 
 def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    figures, make = [], picture._figure
-    monkeypatch.setattr(
-        picture, "_figure", lambda *args: figures.append((made := make(*args))[0]) or made
-    )
+    figures = spied(monkeypatch, picture, "_figure")
     log = [STAMP + TRAIN.format(5), STAMP + TRAIN.format(10), STAMP + VALID.format(256, 10)]
     write(tmp_path / "train.log", log)
     write(tmp_path / "expert_load.jsonl", map(json.dumps, LOADS))
@@ -102,27 +100,25 @@ def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     assert shown.err == "" and len(shown.out.splitlines()) == 4
     for name in ("loss.png", "experts.png", "exchange.png", "trace-valid.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    of_layer = figures[-2].axes[0].collections[0].get_array().reshape(3, 3)
+    *_, experts, exchange = (figure for *_, (figure, _) in figures)
+    of_layer = experts.axes[0].collections[0].get_array().reshape(3, 3)
     shares = [[2, 0.5, 0.5], [0, 1.5, 1.5], [float("nan"), float("nan"), 1]]  # by expert
     for row, want in zip(of_layer.filled(float("nan")).tolist(), shares, strict=True):
         assert row == pytest.approx(want, nan_ok=True)
-    titles = [axes.get_title() for axes in figures[-1].axes]
+    titles = [axes.get_title() for axes in exchange.axes]
     assert titles == ["a", "float32, top-2"]
     assert picture.choice_name(EXCHANGES[-1]["choice"]) == "2dh d=4 r=2"
 
 
 def test_the_words_of_a_key_fit_beside_the_legend(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    figures, make = [], picture._figure
-    monkeypatch.setattr(
-        picture, "_figure", lambda *args: figures.append((made := make(*args))[0]) or made
-    )
+    figures = spied(monkeypatch, picture, "_figure")
     about = (
         "float32, model dim 4096, 512 experts, top-2, 134238208 expert parameters per layer and "
         "rank, capacity 256 to 383"
     )
     picture.draw_exchange([{**EXCHANGES[0], "about": about}], tmp_path / "exchange.png")
-    (figure,) = figures
+    ((*_, (figure, _)),) = figures
     title = figure.axes[0].get_title()
     assert title.split() == about.split() and max(map(len, title.splitlines())) <= 60
 

@@ -7,16 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers.commands import ROOT, run
+from helpers.commands import PAGES, ROOT, run
 
 import fairseq_tutel
-
-PAGES = sorted(
-    path
-    for pages in ("*.md", "configs/*.md", "fairseq_tutel/**/*.md", "scripts/**/*.md")
-    for path in ROOT.glob(pages)
-    if path.resolve() == path  # fairseq_tutel/configs is a link
-)
 
 # fairseq is not to be found, as where it is not installed
 _WITHOUT_FAIRSEQ = """

@@ -69,25 +69,19 @@ def test_there_is_no_torchaudio_that_cannot_be_imported():
         importlib.import_module("torchaudio")
 
 
-def test_the_extra_for_images_has_the_pinned_versions():
-    extras = pins("constraints-extras.txt")
+def test_the_extras_have_the_pinned_versions():
+    pinned = pins("constraints.txt") | pins("constraints-extras.txt")
     setup = (ROOT / "setup.py").read_text()
-    floor, torchvision = re.search(
-        r'"vision": \["timm>=([\d.]+),<1\.1", "torchvision==([\d.]+)"\]', setup
-    ).groups()
-    numbers = [tuple(map(int, each.split("."))) for each in (floor, extras["timm"], "1.1")]
-    assert numbers == sorted(numbers) and torchvision == extras["torchvision"]
-
-
-def test_the_extra_for_hosts_has_the_pinned_versions():
-    extras = pins("constraints.txt") | pins("constraints-extras.txt")
-    setup = (ROOT / "setup.py").read_text()
-    listed = re.search(r'"hosts": \[(.*?)\]', setup, re.DOTALL)[1]
-    ranges = re.findall(r'"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?"', listed)
-    assert len(ranges) == listed.count('"') // 2 == 6
-    for name, floor, below in ranges:
-        numbers = [tuple(map(int, each.split("."))) for each in (floor, extras[name], below or "9")]
-        assert numbers == sorted(numbers), name
+    for extra, count in (("vision", 2), ("hosts", 6)):
+        listed = re.search(rf'"{extra}": \[(.*?)\]', setup, re.DOTALL)[1]
+        ranges = re.findall(r'"([\w-]+)([>=]=)([\d.]+)(?:,<([\d.]+))?"', listed)
+        assert len(ranges) == listed.count('"') // 2 == count
+        for name, relation, floor, below in ranges:
+            numbers = [
+                tuple(map(int, each.split("."))) for each in (floor, pinned[name], below or "9")
+            ]
+            assert numbers == sorted(numbers), name
+            assert relation == ">=" or floor == pinned[name]
 
 
 @pytest.mark.extras

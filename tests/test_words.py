@@ -4,20 +4,13 @@ import ast
 import re
 
 import pytest
-from helpers.commands import ROOT
+from helpers.commands import PAGES, ROOT
 
 MAX_WORDS = 40
 # A docstring that begins so has its verb, or the thing that it describes, in the wrong place.
 FIRST_WORDS = ("Of", "What", "Whose", "As", "That", "In", "On")
 
 CODE = sorted((ROOT / "fairseq_tutel").rglob("*.py")) + sorted((ROOT / "scripts").rglob("*.py"))
-PAGES = sorted(
-    path
-    for pattern in ("README.md", "CONTRIBUTING.md", "configs/*.md", "fairseq_tutel/**/*.md")
-    + ("scripts/**/*.md", "tests/**/*.md")
-    for path in ROOT.glob(pattern)
-    if path.resolve() == path  # fairseq_tutel/configs is a link
-)
 
 
 def name(path):

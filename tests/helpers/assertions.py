@@ -25,6 +25,13 @@ def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> No
     assert ratio <= RATIO[dtype], f"{name}: RMS error ratio {ratio:.3g} over {RATIO[dtype]:.3g}"
 
 
+def assert_tensors_close(got: Mapping, want: Mapping, limit: float) -> None:
+    """Tensors of the same names, whose RMS error ratios are within the limit."""
+    assert got.keys() == want.keys()
+    ratios = {name: rms_ratio(got[name], want[name]) for name in want}
+    assert all(ratio <= limit for ratio in ratios.values()), ratios
+
+
 def assert_same_state(got, want, where=""):
     """Two state dicts, or trees of dicts and lists, have the same names and, to the bit, the same
     values."""

@@ -19,6 +19,12 @@ SMALL_LM = f"""
     --criterion moe_cross_entropy --optimizer adam --num-workers 0
     --required-batch-size-multiple 1 --log-format json --log-interval 1
 """
+PAGES = sorted(
+    path
+    for folder in ("", "configs/**/", "fairseq_tutel/**/", "scripts/**/", "tests/**/")
+    for path in ROOT.glob(f"{folder}*.md")
+    if path.resolve() == path  # fairseq_tutel/configs is a link
+)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Inputs that several tests need."""
+"""Inputs that several tests need, and what lies in fresh memory."""
 
 import os
 from pathlib import Path
@@ -15,6 +15,23 @@ class RunsCode:
 
     def __reduce__(self):
         return os.system, (f"touch {self.path}",)
+
+
+def poison_fresh_memory(monkeypatch) -> None:
+    """Fresh memory is NaN (or a large integer), so that an element nobody writes shows."""
+
+    def poisoned(original):
+        def empty(*args, **given):
+            made = original(*args, **given)
+            if made.is_floating_point():
+                return made.fill_(float("nan"))
+            whole = 1 if made.dtype == torch.bool else torch.iinfo(made.dtype).max
+            return made.fill_(min(0x5A5A5A5A, whole))
+
+        return empty
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def random_rows(T: int, K: int, E: int, C: int, kind: str) -> tuple[Tensor, Tensor]:

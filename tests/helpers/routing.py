@@ -14,12 +14,11 @@ def route(
     training: bool,
     *,
     pad_T: Tensor | None = None,
-    num_tokens: int | None = None,
     load_bias_E: Tensor | None = None,
 ) -> tuple[Routing, MoEAux]:
-    """What a layer with these options makes of these logits; ``num_tokens`` is T by default."""
+    """What a layer with these options makes of these logits."""
     tokens = len(logits_TE)
-    call = RouterCall(config, training, tokens if num_tokens is None else num_tokens)
+    call = RouterCall(config, training, tokens)
     routing, aux = route_logits(logits_TE, call, pad_T, load_bias_E)
     return routing, make_aux(aux, routing, tokens)
 

@@ -1,12 +1,11 @@
 """The layer on Triton kernels (interpreted without a GPU), on torch, compiled: one function."""
 
 import copy
-import importlib
 import logging
 
 import pytest
 import torch
-from helpers.assertions import rms_ratio
+from helpers.assertions import assert_tensors_close, rms_ratio
 from helpers.dispatched import spied
 
 from fairseq_tutel import ops
@@ -40,12 +39,6 @@ def restore_backend():
     torch._dynamo.reset()
 
 
-def assert_tensors_close(got, want, tolerance):
-    assert got.keys() == want.keys()
-    ratios = {name: rms_ratio(got[name], want[name]) for name in want}
-    assert all(ratio <= tolerance for ratio in ratios.values()), ratios
-
-
 def outcome(layer, x, pad_mask, call=None):
     """Everything that a training step sees: outputs, losses, statistics and gradients."""
     layer.zero_grad()
@@ -68,47 +61,6 @@ def example(device, **options):
     pad_mask = torch.zeros(3, 13, dtype=torch.bool, device=device)
     pad_mask[:, 10:] = True
     return layer, x, pad_mask
-
-
-@pytest.mark.parametrize(
-    ("capacity_factor", "backend", "gathers"),
-    [
-        (0.0, "torch", False),
-        (-0.5, "torch", False),
-        pytest.param(0.0, "triton", False, marks=pytest.mark.interpreted),
-        pytest.param(-0.5, "triton", True, marks=pytest.mark.interpreted),
-    ],
-)
-def test_nothing_reads_rows_that_belong_to_no_expert(
-    capacity_factor, backend, gathers, monkeypatch
-):
-    """Padding and dropping leave a tail, whose outputs and gradients are unspecified: here NaN."""
-    ops.set_backend(backend)
-    layer = MoELayer(8, 4, 6, capacity_factor=capacity_factor, dropout=0.1, seed=1)
-    monkeypatch.setattr(Experts, "gathers_tokens", lambda self, prepared, x_TM: gathers)
-    x, pad_mask = torch.randn(48, 8), torch.arange(48) % 5 == 0
-    want = outcome(layer, x, pad_mask)
-    tails = []
-
-    def implementation(name, tensor):
-        function = backend_module.implementation(name, tensor)
-
-        def poisoned(*args, offsets, **given):
-            results = function(*args, offsets=offsets, **given)
-            if name != "token_ffn_bwd":  # its gradient is that of tokens
-                tails.append(results[0][int(offsets[-1]) :].fill_(float("nan")))
-            return results
-
-        return poisoned
-
-    for name in ("expert_ffn", "token_ffn"):
-        module = importlib.import_module(f"fairseq_tutel.ops.{name}")
-        monkeypatch.setattr(module, "implementation", implementation)
-    got = outcome(layer, x, pad_mask)
-    assert len(tails) == (1 if gathers else 2) and all(len(tail) for tail in tails)
-    assert_tensors_close(got, want, 1e-6)
-    with torch.no_grad():
-        assert layer.eval()(x, pad_mask=pad_mask).isfinite().all()
 
 
 @pytest.mark.interpreted
@@ -169,7 +121,7 @@ def test_triton_on_a_gpu_equals_torch_on_a_cpu(name):
     layer, x, pad_mask = example("cpu", **options)
     expected = outcome(layer, x, pad_mask)
     got = outcome(layer.cuda(), x.cuda(), pad_mask.cuda())
-    assert_tensors_close({k: v.cpu() for k, v in got.items()}, expected, 1e-4)
+    assert_tensors_close(got, expected, 1e-4)
 
 
 ON = [
@@ -234,65 +186,56 @@ def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device,
 
 @pytest.mark.parametrize(("device", "backend"), ON)
 @FACTORS
-@DTYPES
-def test_empty_experts_and_no_tokens_in_each_dtype(dtype, autocast, factor, device, backend):
-    layer, exact = twins(dtype, autocast, device, capacity_factor=factor, top_k=1)
-    for module in (layer, exact):
-        with torch.no_grad():
-            module.gate.wg.weight.zero_()[2] = 1.0
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_empty_experts_and_no_tokens(dtype, autocast, factor, device, backend):
+    layer, _ = twins(dtype, autocast, device, capacity_factor=factor, top_k=1)
+    with torch.no_grad():
+        layer.gate.wg.weight.zero_()[2] = 1.0
     inner = dtype if autocast else None
-    x = torch.rand(12, 16).to(dtype) + 1
-    ops.set_backend("torch")
-    want, _, want_grads = run_twin(exact, x.double(), x)
+    x = (torch.rand(12, 16) + 1).to(device, torch.float32 if autocast else dtype)
     ops.set_backend(backend)
-    given = x.to(device, torch.float32 if autocast else dtype)
-    y, aux, grads = run_twin(layer, given, x, inner)
-    unit = max(torch.finfo(dtype).eps, 2e-6)
+    _, aux, grads = run_twin(layer, x, x, inner)
     assert aux.load_E.tolist() == [0, 0, 12, 0, 0, 0]
-    assert rms_ratio(y, want) < 2 * unit
     for name in ("d experts.fc1_weight", "d experts.fc2_bias"):
-        assert rms_ratio(grads[name], want_grads[name]) < 4 * unit
-        assert not grads[name][[0, 1, 3, 4, 5]].any()
+        assert [grad.any().item() for grad in grads[name]] == [expert == 2 for expert in range(6)]
 
     layer.zero_grad()
-    y, aux, grads = run_twin(layer, given[:0], x[:0], inner)
+    y, aux, grads = run_twin(layer, x[:0], x[:0], inner)
     assert y.shape == (0, 16) and aux.loss == 0
     assert not any(grad.any() for grad in grads.values())
 
 
-@pytest.mark.parametrize("name", ["top-2 with drops", "dropless top-4"])
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_without_a_graph_break(name, training):
-    layer, x, pad_mask = example("cpu", **CASES[name])
-    layer.train(training)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    expected = outcome(layer, x, pad_mask)
-    assert_tensors_close(outcome(layer, x, pad_mask, call=compiled), expected, 1e-6)
-
-
 @pytest.mark.filterwarnings("error:Dynamo detected")
-@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
-def test_compiles_in_a_process_that_has_not_run_it_yet(name, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("torch", "dropless top-4"),
+        pytest.param("triton", "top-2 with drops", marks=pytest.mark.interpreted),
+    ],
+)
+def test_compiles_in_a_process_that_has_not_run_it_yet(name, case, monkeypatch, caplog):
     """The choice of backend, not logged yet, is made inside of the traced code."""
     monkeypatch.setattr(backend_module, "_chosen", {})
     ops.set_backend(name)
-    layer, x, pad_mask = example("cpu", capacity_factor=1.0)
+    layer, x, pad_mask = example("cpu", **CASES[case])
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with caplog.at_level(logging.INFO, logger=backend_module.__name__):
         got = outcome(layer, x, pad_mask, call=compiled)
     assert caplog.messages == [f"MoE operators on cpu: {name} backend ({name})"]
     assert_tensors_close(got, outcome(layer, x, pad_mask), 1e-6)
+    layer.eval()
+    got = outcome(layer, x, pad_mask, call=compiled)
+    assert_tensors_close(got, outcome(layer, x, pad_mask), 1e-6)
 
 
 # T, M, F, E, ranks that are simulated
 LARGE = {"padded": (5000, 4096, 16384, 512, 512), "dropless": (5000, 4096, 16384, 4, 0)}
-SMALL = {"padded": (50, 32, 64, 8, 8), "dropless": (20, 16, 32, 4, 0)}
 FACTOR = {"padded": 1.25, "dropless": 0.0}
 
 
-def clear_tokens(layer, count, dtype, device):
+def clear_tokens(layer, count, dtype):
     """[count, M] tokens whose three largest logits are well apart."""
-    x = torch.randn(2 * count, layer.model_dim, device=device).to(dtype)
+    x = torch.randn(2 * count, layer.model_dim, device="cuda").to(dtype)
     logits = x.double() @ layer.gate.wg.weight.detach().double().t()
     best = logits.topk(3, dim=1).values
     chosen = x[(best[:, :-1] - best[:, 1:]).amin(dim=1) > 1e-4]
@@ -305,23 +248,22 @@ def large_rms_ratio(got, want):
     return ((got.detach().double() - want.detach()).norm() / want.detach().norm()).item()
 
 
-@pytest.mark.parametrize(("device", "backend"), ON[1:])
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", LARGE)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_layer_of_a_real_size_equals_fp64(dtype, layout, device, backend):
-    """Tuned tiles included; small on a CPU. No tokens whose choices rounding would decide."""
-    sizes = LARGE if device == "cuda" else SMALL
-    tokens, model_dim, hidden_dim, experts, ranks = sizes[layout]
+def test_layer_of_a_real_size_equals_fp64(dtype, layout):
+    """Tuned tiles included. No tokens whose choices rounding would decide."""
+    tokens, model_dim, hidden_dim, experts, ranks = LARGE[layout]
     torch.manual_seed(1)
     groups = build_groups(experts, simulate_world_size=ranks)
-    with torch.device(device):
+    with torch.device("cuda"):
         layer = MoELayer(model_dim, experts, hidden_dim, capacity_factor=FACTOR[layout], seed=1,
                          groups=groups)  # fmt: skip
     layer = layer.to(dtype)
     exact = copy.deepcopy(layer).double()
-    x = clear_tokens(layer, tokens, dtype, device)
+    x = clear_tokens(layer, tokens, dtype)
     target = torch.randn_like(x)
-    ops.set_backend(backend)
+    ops.set_backend("triton")
     y, aux, grads = run_twin(layer, x, target)
     ops.set_backend("torch")
     want, want_aux, want_grads = run_twin(exact, x.double(), target)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from experts_on_ranks import by_hand, check_on_ranks
-from helpers.assertions import rms_ratio
 from helpers.distributed import on_ranks
 from torch.nn import functional
 
@@ -44,43 +43,6 @@ def test_layer_is_the_formula(network, bias, factor):
     torch.testing.assert_close(layer(x), formula(layer, x))
 
 
-def test_autocast():
-    layer = make_layer("swiglu")
-    x = torch.randn(TOKENS, M)
-    want = formula(layer, x.double())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer(x)
-    y.float().sum().backward()
-    assert y.dtype == torch.bfloat16 and rms_ratio(y, want) < 0.02
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
-
-
-@pytest.mark.extras
-def test_equals_hugging_face():
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    config = mixtral.MixtralConfig(
-        hidden_size=M, intermediate_size=F, num_local_experts=E, num_experts_per_tok=2
-    )
-    layer, block = make_layer("swiglu", bias=False), mixtral.MixtralSparseMoeBlock(config)
-    state = layer.state_dict()
-    theirs = dict(block.named_parameters())
-    with torch.no_grad():
-        theirs["gate.weight"].copy_(state["gate.wg.weight"])
-        for j in range(E):
-            gate, up, down = (
-                state[f"experts.{j}.{name}.weight"] for name in ("fc_gate", "fc1", "fc2")
-            )
-            if "experts.gate_up_proj" in theirs:  # since version 5
-                theirs["experts.gate_up_proj"][j].copy_(torch.cat([gate, up]))
-                theirs["experts.down_proj"][j].copy_(down)
-            else:
-                for name, value in (("w1", gate), ("w3", up), ("w2", down)):
-                    theirs[f"experts.{j}.{name}.weight"].copy_(value)
-    x = torch.randn(2, TOKENS, M)
-    y = block(x)
-    torch.testing.assert_close(layer(x), y[0] if isinstance(y, tuple) else y)
-
-
 def test_names_and_sizes():
     layer = make_layer("swiglu", bias=False)
     assert list(layer.state_dict())[1:3] == ["experts.0.fc_gate.weight", "experts.0.fc1.weight"]
@@ -95,9 +57,8 @@ def swiglu(experts, groups, **options):
 
 @on_ranks(4, timeout=150)
 def test_on_ranks(tmp_path):
-    cases = [(E, "replicated", 1, 1), (E, "replicated", 1, 4), (E, "replicated", 0, 1)]
-    cases += [(2, "sliced", 1, 2), (2, "sliced", 2, 1), (2, "sliced", 0, 1)]
-    check_on_ranks(swiglu, M, cases, tmp_path)
+    cases = [(E, "replicated", 1, 4), (2, "sliced", 1, 2), (2, "sliced", 0, 1)]
+    check_on_ranks(swiglu, M, cases, tmp_path)  # more: tests/distributed/test_fuzz.py
 
 
 # name -> options of the network
@@ -149,13 +110,7 @@ def test_clamped_swiglu_drops_out():
     x = torch.randn(TOKENS, M, dtype=torch.float64)
     for options in ({"dropout": 0.5}, {"activation_dropout": 0.5}):
         layer = clamped(**options)
-        ys = torch.stack([layer(x) for _ in range(800)]).mean(0)
+        ys = layer(x.repeat(800, 1)).view(800, TOKENS, M).mean(0)
         want = layer.eval()(x)
         assert not torch.equal(layer.train()(x), want)
         assert (ys - want).abs().max() < 0.2 * want.abs().max()
-
-
-@on_ranks(4, timeout=150)
-def test_clamped_swiglu_on_ranks(tmp_path):
-    cases = [(E, "replicated", 1, 4), (E, "replicated", 0, 1), (2, "sliced", 2, 1)]
-    check_on_ranks(clamped, M, [*cases, (2, "sliced", 0, 1)], tmp_path)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import naive
 from helpers.distributed import run_ranks
 from helpers.layers import M, make_layer, tokens_of
 from torch import nn
@@ -73,31 +74,21 @@ def test_foreign_choices_are_a_loop_over_tokens(weighted, capacity):
     choices[::4, 0], choices[5, 1] = -1, -1
     weights = torch.rand(T, 2, dtype=torch.float64, requires_grad=True) if weighted else None
     got = layer(x, choices=choices, weights=weights, pad_mask=pad)
-    prob = layer.gate.wg(x).softmax(1)
-    kept, used = [[] for _ in range(T)], [0] * E
-    for k in range(2):
-        for t in range(T):
-            expert = int(choices[t, k])
-            if expert < 0 or pad[t]:
-                continue
-            used[expert] += 1
-            if capacity is None or used[expert] <= capacity:
-                kept[t].append((k, expert))
-    assert capacity is None or max(used) > capacity
-    fc1, b1, fc2, b2 = (
-        getattr(layer.experts, name)
-        for name in ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-    )
-    want = []
-    for t in range(T):
-        total = sum(prob[t, expert] for _, expert in kept[t])
-        y = torch.zeros(M, dtype=torch.float64)
-        for k, expert in kept[t]:
-            weight = weights[t, k] if weighted else prob[t, expert] / total
-            hidden = nn.functional.gelu(fc1[expert] @ x[t] + b1[expert])
-            y = y + weight * (fc2[expert] @ hidden + b2[expert])
-        want.append(y)
-    want = torch.stack(want)
+    expert = choices.masked_fill(pad[:, None], -1)
+    slot, count_KE = naive.assign_slots(expert, E, None)
+    assert capacity is None or max(map(sum, zip(*count_KE, strict=True))) > capacity
+    gate = weights
+    if not weighted:
+        gate = layer.gate.wg(x).softmax(1).gather(1, choices.clamp(min=0))
+    options = {"capacity": capacity, "padded": False, "normalize": not weighted}
+    _, _, weight, _ = naive.assign_rows(expert, torch.tensor(slot), gate, E, **options)
+    fc1, b1, fc2, b2 = layer.experts.parameters()
+
+    def network(x_M, e):
+        return fc2[e] @ nn.functional.gelu(fc1[e] @ x_M + b1[e]) + b2[e]
+
+    rows = [[weight[t, k] * network(x[t], expert[t, k]) for k in range(2)] for t in range(T)]
+    want = torch.stack([one + two for one, two in rows])
     torch.testing.assert_close(got, want)
     inputs = [x, weights if weighted else layer.gate.wg.weight]
     grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from experts_on_ranks import gradients as gradients_by_name
 from helpers import naive
-from helpers.assertions import assert_close, rms_ratio
+from helpers.assertions import assert_close
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +24,8 @@ CASES = {
     "top1 dropless": {"top_k": 1, "capacity_factor": 0.0},
     "top2": {"top_k": 2},
     "top2 dropless": {"top_k": 2, "capacity_factor": 0.0},
-    "top2 dynamic": {"top_k": 2, "capacity_factor": -0.5},
-    "top2 prioritised": {"top_k": 2, "batch_prioritized": True, "normalize_before_dropping": True},
     "top2 padding": {"top_k": 2, "balance_over": "all"},
     "top4 is every expert": {"top_k": 4, "capacity_factor": 0.5},
-    "evaluation capacity": {"top_k": 2, "eval_capacity_factor": 0.5},
-    "relu": {"top_k": 2, "activation": "relu"},
-    "swish": {"top_k": 1, "activation": "swish"},
     "top1 shared expert": {"top_k": 1, "shared_expert_dim": 5},
     "top2 dropless shared expert": {"capacity_factor": 0.0, "shared_expert_dim": 5},
     "gated shared expert": {"shared_expert_dim": 5, "shared_expert_gate": True},
@@ -61,31 +56,21 @@ def gradients(layer):
     return {**others, **grads}
 
 
-def loop(weights, x_TM, config, training, pad_T, activation):
+def loop(weights, x_TM, config, training, pad_T):
     """(y, gating) by a loop over tokens and experts."""
-    act = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}[activation]
 
     def network(x, prefix):
         w1, b1, w2, b2 = (weights[f"{prefix}.{name}"] for name in NAMES)
-        return w2 @ act(w1 @ x + b1) + b2
+        return w2 @ F.gelu(w1 @ x + b1) + b2
 
+    gate = weights["gate.wg.weight"]
     y, routed = naive.layer(
-        x_TM,
-        weights["gate.wg.weight"],
-        lambda x, e: network(x, f"experts.{e}"),
-        config,
-        training,
-        pad_T=pad_T,
+        x_TM, gate, lambda x, e: network(x, f"experts.{e}"), config, training, pad_T=pad_T
     )
     if "shared_expert.fc1.weight" in weights:
         shared = torch.stack([network(x, "shared_expert") for x in x_TM])
         if "shared_expert.gate.weight" in weights:
-            shared = torch.stack(
-                [
-                    (weights["shared_expert.gate.weight"] @ x).sigmoid() * y
-                    for x, y in zip(x_TM, shared, strict=True)
-                ]
-            )
+            shared = (x_TM @ weights["shared_expert.gate.weight"].t()).sigmoid() * shared
         y = y + shared
     return y, routed
 
@@ -105,7 +90,7 @@ def test_layer_equals_a_loop(name, training, dtype):
 
     own_x = x.detach().double().reshape(14, M).requires_grad_()
     pad_T = None if pad is None else pad.flatten()
-    want, routed = loop(weights, own_x, layer.config, training, pad_T, layer.experts.activation)
+    want, routed = loop(weights, own_x, layer.config, training, pad_T)
     ((want * target.double().reshape(14, M)).sum() + 2 * routed.loss).backward()
 
     assert y.shape == x.shape and y.dtype == dtype
@@ -133,11 +118,6 @@ def test_dropout_is_inside_the_experts_and_off_in_evaluation():
     assert torch.equal(first, layer(x))
     assert not torch.equal(first, layer(x))
     assert torch.equal(layer.eval()(x), plain.eval()(x))
-    only_out = make_layer(torch.float32, dropout=0.5, capacity_factor=0.0)
-    only_out.load_state_dict(layer.state_dict())
-    # dropout after the last product keeps the mean
-    mean = only_out(x.repeat(2000, 1)).view(2000, 14, M).mean(0)
-    assert rms_ratio(mean, plain.train()(x)) < 0.05
 
 
 def test_state_dict_has_the_names_of_the_moe_branch():

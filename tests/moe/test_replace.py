@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from helpers.distributed import run_ranks
+from helpers.replaced import check_losses, train_replaced
 from torch import nn
 
-from fairseq_tutel import training
-from fairseq_tutel.distributed import process_world
 from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
 
 M, F = 8, 12
@@ -211,30 +210,13 @@ def test_what_cannot_be_replaced_is_refused_by_name(make, match, words):
 
 
 def train_on_ranks():
-    """Losses of five steps, and the loss of the dense model."""
     torch.manual_seed(0)
-    rank, world_size = process_world()
     model = of(Mlp(), Gated(), Mlp(), Mlp(norm=lambda: nn.LayerNorm(F)))
-    batch = torch.randn(4, 6, M)
-    x, wanted = batch.chunk(world_size)[rank], batch.roll(1, 2).chunk(world_size)[rank]
-    dense = nn.functional.mse_loss(model(x), wanted).item()
-    replace_ffn(model, "mlp", 4, copy_weights=True, **DROPLESS)
-    net = training.wrap_data_parallel(model) if world_size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        with training.collect_aux(model) as aux:
-            loss = nn.functional.mse_loss(net(x), wanted)
-        (loss + 0.01 * aux.loss).backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dense
+    x = torch.randn(4, 6, M)
+    return train_replaced(
+        model, "mlp$", lambda net, rows: nn.functional.mse_loss(net(x[rows]), x[rows].roll(1, 2))
+    )
 
 
 def test_two_ranks_train_as_one():
-    alone, dense = train_on_ranks()
-    assert alone[0] == pytest.approx(dense, rel=1e-6) and alone[-1] < alone[0]
-    ranks = run_ranks(train_on_ranks, 2)
-    means = [sum(pair) / 2 for pair in zip(*(losses for losses, _ in ranks), strict=True)]
-    assert means == pytest.approx(alone, rel=1e-4)
+    check_losses(train_on_ranks(), run_ranks(train_on_ranks, 2))

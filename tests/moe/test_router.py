@@ -21,17 +21,10 @@ CASES = {
     "top1": {"top_k": 1},
     "top1 prioritised, padding": {"top_k": 1, "batch_prioritized": True, "pad": True},
     "top1 dropless": {"top_k": 1, "capacity_factor": 0.0},
-    "top1, 2021 evaluation fraction": {"top_k": 1, "eval_capacity_token_fraction": 0.25},
     "top2": {"top_k": 2},
     "top2 dropless": {"top_k": 2, "capacity_factor": 0.0},
-    "top2 dynamic, bound not reached": {"top_k": 2, "capacity_factor": -4.0},
     "top2 dynamic, bound reached": {"top_k": 2, "capacity_factor": -0.7},
-    "top2 large capacity": {"top_k": 2, "capacity_factor": 2.5},
-    "top2 less than one slot": {"top_k": 2, "capacity_factor": 0.1, "eval_capacity_factor": 0.1},
     "top2 evaluation capacity": {"top_k": 2, "eval_capacity_factor": 0.5},
-    "top2 evaluation bound": {"top_k": 2, "eval_capacity_factor": -0.5},
-    "top2, 2021 evaluation fraction": {"top_k": 2, "eval_capacity_token_fraction": 0.25},
-    "top2 normalised before": {"top_k": 2, "normalize_before_dropping": True},
     "top2 prioritised": {"top_k": 2, "batch_prioritized": True},
     "top2 padding": {"top_k": 2, "pad": True},
     "top2 all padding": {"top_k": 2, "pad": "all"},
@@ -44,12 +37,10 @@ CASES = {
     "top4 random, dropless": {"top_k": 4, "second_expert_policy": "random", "capacity_factor": 0.0},
     "top4 sampling, padding": {"top_k": 4, "second_expert_policy": "sampling", "pad": True},
     "all experts": {"top_k": E},
-    "all experts normalised before": {"top_k": E, "normalize_before_dropping": True},
     "top2 unnormalised": {"top_k": 2, **AS_THEY_ARE},
     "top4 unnormalised, dropless": {"top_k": 4, "capacity_factor": 0.0, **AS_THEY_ARE},
     "top2 unnormalised, random": {"second_expert_policy": "random", **AS_THEY_ARE},
     "top2 unnormalised sigmoids": {"score_function": "sigmoid", **AS_THEY_ARE},
-    "top1 unnormalised": {"top_k": 1, **AS_THEY_ARE},
     "no tokens": {"top_k": 2, "tokens": 0},
     "no tokens, dropless": {"top_k": 1, "tokens": 0, "capacity_factor": 0.0},
     "one token": {"top_k": 2, "tokens": 1},
@@ -93,7 +84,7 @@ for top_k, before, choices, factor in itertools.product(
 for options in (
     {"batch_prioritized": True},
     {**PROBABLE, **TWICE},
-    {"second_expert_policy": "random"},
+    {"second_expert_policy": "random", "balance_choices": "all"},
     {"second_expert_policy": "sampling", "overflow_rerouting": 1},
     AS_THEY_ARE,
     {"load_bias": "quantile"},
@@ -128,19 +119,19 @@ for score, best, more in itertools.product(
     }  # fmt: skip
 
 
-def set_up(name, seed, dtype=torch.float64):
+def set_up(name, seed):
     """(config, logits, padding mask, load bias) of a case."""
     options = {"second_expert_policy": "all", "balance_over": "all", **CASES[name]}
     generator = torch.Generator().manual_seed(seed)
     tokens, favourite = options.pop("tokens", T), options.pop("favourite", 0.0)
     pad = options.pop("pad", None)
     config = MoEConfig(num_experts=options.pop("experts", E), **options)
-    logits = 2 * torch.randn(tokens, config.num_outputs, dtype=dtype, generator=generator)
+    logits = 2 * torch.randn(tokens, config.num_outputs, dtype=torch.float64, generator=generator)
     logits[:, 1] += favourite
     logits[:, 2] -= max(-favourite, 0.0)
     if pad is not None:
         pad = torch.rand(tokens, generator=generator) < (1.0 if pad == "all" else 0.3)
-    bias = torch.randn(config.num_outputs, dtype=dtype, generator=generator)
+    bias = torch.randn(config.num_outputs, dtype=torch.float64, generator=generator)
     return config, logits.requires_grad_(), pad, bias if config.load_bias != "none" else None
 
 

@@ -1,14 +1,12 @@
 """Stacked experts: state dicts, slices, and work on their outputs."""
 
-import math
-
 import pytest
 import torch
 from helpers.slices import join_slices
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from fairseq_tutel.distributed import ExpertParallelGroups, slice_dim, take_slice
+from fairseq_tutel.distributed import slice_dim, take_slice
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.experts import Experts, SwiGLUExperts
 
@@ -107,25 +105,6 @@ def test_slices_of_the_initial_weights_are_together_those_of_whole_experts(
     assert torch.equal(other.fc1_weight, parts[-1].fc1_weight)
     copies = {name: param.copies for name, param in parts[0].named_parameters()}
     assert copies.pop("fc2_bias") == 2 * slices and set(copies.values()) == {2}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_initial_weights_of_an_expert_do_not_depend_on_the_ranks(world_size):
-    """Experts differ from each other, replicas do not, and the ranks' number changes nothing."""
-    whole = MoELayer(6, 4, 10, seed=5).state_dict()
-    for rank in range(world_size):
-        placed = {"ep_size": min(4, world_size), "num_replicas": max(1, world_size // 4)}
-        groups = ExpertParallelGroups(4, rank=rank, world_size=world_size, **placed)
-        torch.manual_seed(rank)  # must not matter
-        part = MoELayer(6, 4, 10, seed=5, groups=groups)
-        for key, value in part.experts.state_dict().items():
-            slot, end = key.split(".", 1)
-            assert torch.equal(value, whole[f"experts.{groups.local_experts[int(slot)]}.{end}"])
-    assert not torch.equal(whole["experts.0.fc1.weight"], whole["experts.1.fc1.weight"])
-    bound = 1 / math.sqrt(6)
-    for key in ("fc1.weight", "fc1.bias"):
-        values = torch.cat([whole[f"experts.{e}.{key}"].flatten() for e in range(4)])
-        assert values.abs().max() <= bound and values.std() > 0.4 * bound
 
 
 def test_what_cannot_be_cut_is_refused():

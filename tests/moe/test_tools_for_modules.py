@@ -43,10 +43,7 @@ def test_dynamic_quantization_leaves_experts_and_quantizes_the_rest(model, x):
 def test_offload_works_by_whole_layers(model, x):
     accelerate = pytest.importorskip("accelerate")
     want = model(x)
-    whole = {
-        "state_dict": dict(model.named_parameters()),
-        "preload_module_classes": ["MoELayer"],
-    }
+    whole = {"state_dict": dict(model.named_parameters()), "preload_module_classes": ["MoELayer"]}
     offloaded = accelerate.cpu_offload(model, torch.device("cpu"), **whole)
     assert offloaded[1].experts.fc1_weight.is_meta
     assert torch.equal(offloaded(x), want)

@@ -15,18 +15,6 @@ def random(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-@pytest.mark.parametrize("with_pad", [False, True], ids=["nopad", "pad"])
-@pytest.mark.parametrize(("T", "E", "K"), [(7, 5, 1), (7, 5, 2), (5, 6, 6), (1, 1, 1)])
-def test_topk_gating(T, E, K, with_pad):
-    pad = torch.arange(T) % 3 == 0 if with_pad else None
-
-    def differentiable(logits):
-        _, gate, prob_sum, _, lse = ops.topk_gating(logits, K, pad_T=pad)
-        return gate, prob_sum, lse
-
-    assert gradcheck(differentiable, random(T, E))
-
-
 def test_entropy_and_indices_have_no_gradient():
     expert, gate, prob_sum, entropy, lse = ops.topk_gating(random(4, 3), 2)
     assert [t.requires_grad for t in (expert, gate, prob_sum, entropy, lse)] == [
@@ -34,8 +22,7 @@ def test_entropy_and_indices_have_no_gradient():
     ]  # fmt: skip
 
 
-ROWS = [(7, 2, 4, 3, "spread"), (5, 1, 3, 5, "spread"), (4, 3, 3, 12, "one"),
-        (3, 2, 3, 2, "dropped"), (0, 2, 3, 2, "spread")]  # fmt: skip
+ROWS = [(7, 2, 4, 3, "spread"), (3, 2, 3, 2, "dropped"), (0, 2, 3, 2, "spread")]
 
 
 @pytest.mark.parametrize(("T", "K", "E", "C", "kind"), ROWS)
@@ -67,23 +54,6 @@ def test_gating_of_which_one_output_is_used(used, monkeypatch):
     index = ("gate", "prob_sum", "lse").index(used)
     for args, _, _ in calls:
         assert [d is not None for d in args[:3]] == [i == index for i in range(3)]
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["in-order", "slots"])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("capacity", [None, 2, 7])
-def test_assign_rows(capacity, normalize, given):
-    expert = torch.tensor([[0, 1], [0, 2], [0, -1], [3, 0], [-1, -1]], dtype=torch.int32)
-    slots = ops.assign_slots(expert, 4) if given else None
-    gate = torch.rand(5, 2, dtype=torch.float64).add_(0.1).requires_grad_()
-
-    def weights(gate):
-        return ops.assign_rows(
-            expert, gate, 4, capacity=capacity, padded=capacity is not None, normalize=normalize,
-            slots=slots,
-        )[2]  # fmt: skip
-
-    assert gradcheck(weights, gate)
 
 
 def test_dispatch_does_not_keep_the_tokens():

@@ -5,15 +5,8 @@ import torch
 from helpers.assertions import rms_ratio
 from helpers.dispatched import Dispatched
 from helpers.inputs import random_rows
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
@@ -36,38 +29,6 @@ def by_dispatch_mode(x):
     with Dispatched() as seen:
         rows_of(x)
     return seen.names
-
-
-def by_flop_counter(x):
-    counted = {torch.ops.fairseq_tutel.dispatch: lambda *shapes, **options: 7}
-    with FlopCounterMode(display=False, custom_mapping=counted) as counter:
-        rows_of(x)
-    return ["dispatch"] if counter.get_total_flops() == 7 else []
-
-
-def by_fake_tensors(x):
-    with FakeTensorMode() as mode, Dispatched() as seen:
-        rows = ops.dispatch(*(mode.from_tensor(each) for each in (x, *MAPS)))
-    assert isinstance(rows, FakeTensor)
-    return seen.names
-
-
-def by_selective_checkpoints(x):
-    names = []
-
-    def policy(context, op, *args, **options):
-        names.append(str(op))
-        return CheckpointPolicy.MUST_SAVE
-
-    def contexts():
-        return create_selective_checkpoint_contexts(policy)
-
-    checkpoint(rows_of, x, use_reentrant=False, context_fn=contexts).sum().backward()
-    return names
-
-
-def by_make_fx(x):
-    return [str(node.target) for node in make_fx(rows_of)(x).graph.nodes]
 
 
 def by_make_fx_before_autograd(x):
@@ -151,8 +112,9 @@ def by_profiler(x):
     return [event.name.replace("topk_gating", "dispatch") for event in profile.events()]
 
 
-OBSERVERS = [by_dispatch_mode, by_flop_counter, by_fake_tensors, by_selective_checkpoints,
-             by_make_fx, by_make_fx_before_autograd, by_jit_trace, by_compile, by_export,
+# one per mechanism: modes and tracers (FLOP counters, fake tensors, selective checkpoints, make_fx
+# are dispatch modes), compilers, subclasses, the profiler
+OBSERVERS = [by_dispatch_mode, by_make_fx_before_autograd, by_jit_trace, by_compile, by_export,
              by_function_mode, by_subclass_functions, by_subclass_dispatch,
              by_profiler]  # fmt: skip
 

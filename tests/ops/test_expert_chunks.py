@@ -62,12 +62,7 @@ def as_one(params, chunks, options, seeds):
 
 @pytest.mark.parametrize(
     "activation, dropped, biased",
-    [
-        ("gelu", False, False),
-        ("tanh", True, True),
-        ("swiglu", False, True),
-        ("swiglu", True, False),
-    ],
+    [("gelu", False, False), ("swiglu", True, True)],
 )
 @pytest.mark.parametrize("layout", CHUNKS)
 def test_gradients_are_those_of_the_whole(layout, activation, dropped, biased, way):  # noqa: F811

@@ -35,10 +35,10 @@ def way(request, monkeypatch):
     return request.param
 
 
-def tensors(layout, dtype=torch.float64, requires_grad=True, halves=1, biased=True, width=F):
+def tensors(layout, dtype=torch.float64, requires_grad=True, halves=1, biased=True):
     generator = torch.Generator().manual_seed(5)
     rows = (E, N, M) if OFFSETS[layout] is None else (12, M)
-    shapes = [rows, (E, halves * width, M), (E, halves * width), (E, M, width), (E, M)]
+    shapes = [rows, (E, halves * F, M), (E, halves * F), (E, M, F), (E, M)]
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     offsets = OFFSETS[layout]
     if offsets is not None:  # every second number of another tensor: not contiguous
@@ -86,8 +86,8 @@ def test_equals_a_loop_over_rows(layout, activation, dtype, biased, way):
         dtype = torch.float32
         if (layout, activation, dtype, biased) in LOOPED:
             pytest.skip("the kernels compute in fp32 at most, as another case does")
-    if way == "triton" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter truncates to bf16")
+    if way == "triton" and (dtype == torch.bfloat16 or activation not in ("gelu", "swiglu")):
+        pytest.skip("the interpreter truncates to bf16; activations: test_activation_kernels.py")
     args, offsets = tensors(layout, dtype, halves=1 + (activation in GATED), biased=biased)
     torch.manual_seed(6)  # of d_out: sums of few rows may cancel, which no tolerance covers
     names = [name for name, x in zip(NAMES, args, strict=True) if x is not None]
@@ -161,29 +161,18 @@ def test_a_gradient_of_gated_rows_is_rounded_once():
     torch.testing.assert_close(args[0].grad.double(), rows.grad, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weight_gradients_of_many_rows_are_as_exact_as_one_product(dtype, chunked):
+def test_weight_gradients_of_many_rows_are_as_exact_as_one_product(dtype):
     """Weights of zeros and ones round no value, so all errors are those of the last products."""
-    num_rows, model_dim, hidden_dim = 16384, 8, 1024
+    num_rows, model_dim, hidden_dim = 16384, 8, 256
     generator = torch.Generator().manual_seed(1)
     rows, d_out = torch.randn((2, 1, num_rows, model_dim), generator=generator).to(dtype)
     w1 = torch.eye(model_dim).repeat(hidden_dim // model_dim, 1)[None].to(dtype)
     w2 = torch.eye(model_dim, hidden_dim)[None].to(dtype)
     params = w1, torch.zeros(1, hidden_dim).to(dtype), w2, torch.zeros(1, model_dim).to(dtype)
-    if chunked:
-        options = ops.FFNOptions("linear", (0.0, 0.0))
-        given = {"offsets": None, "options": options, "keep_hidden": True}
-        parts = [ops.ffn_chunk(part, *params, **given)[1] for part in rows.detach().chunk(16, 1)]
-        grads = [
-            ops.ffn_chunk_bwd(d, part, *params, options=options)
-            for d, part in zip(d_out.chunk(16, 1), parts, strict=True)
-        ]
-        d_w1, _, d_w2, _ = ops.ffn_chunks_bwd_params(parts, grads, *params)
-    else:
-        weights = w1.requires_grad_(), w2.requires_grad_()
-        out = ops.expert_ffn(rows, *params, activation="linear")
-        d_w1, d_w2 = torch.autograd.grad(out, weights, d_out)
+    weights = w1.requires_grad_(), w2.requires_grad_()
+    out = ops.expert_ffn(rows, *params, activation="linear")
+    d_w1, d_w2 = torch.autograd.grad(out, weights, d_out)
     x, dy, w1, w2 = (t[0].detach() for t in (rows, d_out, w1, w2))
     for got, a, b in ((d_w1, dy @ w2, x), (d_w2, dy, x @ w1.mT)):
         want = a.double().mT @ b.double()
@@ -191,10 +180,10 @@ def test_weight_gradients_of_many_rows_are_as_exact_as_one_product(dtype, chunke
         assert error <= 1.2 * of_one_product
 
 
-@pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
 def test_gradcheck_with_dropout(layout, activation):
-    args, offsets = tensors(layout)
+    args, offsets = tensors(layout, halves=1 + (activation in GATED))
     options = {"activation": activation, "offsets": offsets, "activation_dropout_p": 0.3,
                "dropout_p": 0.4, "seed": 3}  # fmt: skip
     used = len(args[0]) if offsets is None else int(offsets[-1])
@@ -205,23 +194,6 @@ def test_gradcheck_with_dropout(layout, activation):
 
     rows = args[0].detach()[:used].requires_grad_()
     assert gradcheck(of_used_rows, (rows, *args[1:]))
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("layout", ["padded", "ragged"])
-def test_experts_without_hidden_units_are_their_bias(layout, activation):
-    args, offsets = tensors(layout, requires_grad=False)
-    args = [args[0], args[1][:, :0], args[2][:, :0], args[3][:, :, :0], args[4]]
-    leaves = [x.clone().requires_grad_() for x in args]
-    out = ops.expert_ffn(*leaves, activation=activation, offsets=offsets)
-    ends = [N * (x + 1) for x in range(E)] if offsets is None else offsets.tolist()
-    counts = torch.tensor([0, *ends]).diff()
-    used = slice(ends[-1])
-    assert torch.equal(out.detach().view(-1, M)[used], args[4].repeat_interleave(counts, 0))
-    grads = torch.autograd.grad(out.sum(), leaves)
-    assert [g.shape for g in grads] == [x.shape for x in args]
-    assert not grads[0].view(-1, M)[used].any()
-    assert torch.equal(grads[4], counts[:, None].expand(E, M).double())
 
 
 def test_unused_rows_may_hold_anything(way):
@@ -263,7 +235,7 @@ def test_nothing_is_kept_without_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("layout", ["padded", "ragged"])
+@pytest.mark.parametrize("layout", ["padded", "full"])
 def test_opcheck(layout, strided):
     """Outputs are contiguous, as the fake implementation says, also if the rows are not."""
     (rows, *params), offsets = tensors(layout, torch.float32, requires_grad=False)
@@ -278,11 +250,7 @@ def test_opcheck(layout, strided):
     torch.library.opcheck(op.default, (*leaves, *rest, True), test_utils=tests)
     out, *saved = op(rows, *params, *rest, True)
     assert out.is_contiguous()
-    used = slice(None) if offsets is None else slice(int(offsets[-1]))
-    torch.testing.assert_close(out[used], want[used])
-    if offsets is not None:  # opcheck compares whole results: no row is left over, nor in `saved`
-        rest = (torch.full_like(offsets, len(rows)), *rest[1:])
-        _, *saved = op(rows, *params, *rest, True)
+    torch.testing.assert_close(out, want)
     for needs in ((True, True), (True, False), (False, True)):
         call = (torch.randn_like(rows), rows, *saved, *params, *rest, *needs)
         torch.library.opcheck(bwd.default, call)
@@ -310,7 +278,7 @@ def test_errors(changes, message):
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
 def test_the_two_masks_of_a_gpu_differ_and_both_gradients_use_them(layout, way):
     """With fc2 as the identity, what one mask drops the other must not drop too."""
-    size, rows = 32, 64
+    size, rows = 32, 32
     eye, zero = torch.eye(size).expand(1, -1, -1), torch.zeros(1, size)
     x = torch.ones(1, rows, size) if layout == "padded" else torch.ones(rows, size)
     x.requires_grad_()
@@ -337,10 +305,7 @@ def test_weights_are_drawn_on_the_cpu_whatever_the_default_device():
         assert torch.equal(a, b)
 
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-@DEVICES
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_only_a_simulated_rank_draws_its_weights_where_they_are(device):
     for ranks in (0, E):
         groups = build_groups(E, simulate_world_size=ranks)

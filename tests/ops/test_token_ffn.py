@@ -1,4 +1,4 @@
-"""Experts that read tokens where they are: against dispatch and a loop over the rows."""
+"""Experts that read tokens where they are: against dispatch and experts of rows."""
 
 import importlib
 
@@ -7,19 +7,13 @@ import torch
 from helpers import naive
 from helpers.assertions import assert_close
 from helpers.dispatched import spied
-from torch.nn import functional
+from helpers.layers import run
 
 from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.ops import backend as chooser
 
 operator = importlib.import_module("fairseq_tutel.ops.token_ffn")  # a function has its name
 T, K, E, M, F = 7, 3, 4, 8, 16
-
-
-@pytest.fixture
-def backend(monkeypatch):
-    return lambda name: monkeypatch.setattr(chooser, "_requested", name)
 
 
 def routed(gated, device, dtype):
@@ -38,30 +32,19 @@ def routed(gated, device, dtype):
     return given, maps, count_E.cumsum(0).int().to(device)
 
 
-def looped(given, maps, offsets, gated):
-    x, w1, b1, w2, b2 = given
-    rows, outs, begin = naive.dispatch(x, *maps), [], 0
-    for expert, end in enumerate(offsets.tolist()):
-        z = rows[begin:end] @ w1[expert].t() + b1[expert]
-        gate, *up = z.chunk(2 if gated else 1, 1)
-        active = functional.silu(gate)
-        outs.append((active * up[0] if up else active) @ w2[expert].t() + b2[expert])
-        begin = end
-    return torch.cat(outs)
-
-
 @pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equals_a_loop_over_the_rows(way, gated, dtype, backend):
-    backend(way)
+def test_equals_the_experts_of_written_rows(way, gated, dtype, backend):
     given, maps, offsets = routed(gated, "cpu", dtype)
-    options = ops.FFNOptions("swiglu" if gated else "silu", (0.0, 0.0))
-    used = int(offsets[-1])
+    activation, used = "swiglu" if gated else "silu", int(offsets[-1])
+    options = ops.FFNOptions(activation, (0.0, 0.0))
     d_out = torch.randn(used, M)
     exact = [value.detach().double().requires_grad_() for value in given]
-    want = looped(exact, maps, offsets, gated)
+    rows = naive.dispatch(exact[0], *maps)
+    want = ops.expert_ffn(rows, *exact[1:], activation=activation, offsets=offsets)[:used]
     want.backward(d_out.double())
+    backend(way)
     x, *params = given
     got = ops.token_ffn(x, *maps, *params, offsets=offsets, options=options)
     assert got.dtype == dtype and len(got) == used + 2
@@ -80,23 +63,16 @@ def test_a_layer_with_and_without_written_rows(network, backend, monkeypatch):
     layer = MoELayer(M, E, F, top_k=K, capacity_factor=0.0, seed=1, expert_network=network)
     x = torch.randn(T, M)
 
-    def step():
-        layer.zero_grad()
-        given = x.clone().requires_grad_()
-        y = layer(given)
-        y.square().sum().backward()
-        return [y, given.grad, *(param.grad for param in layer.parameters())]
-
-    gathered = step()
+    gathered = run(layer, x, x)
     assert not dispatched
     monkeypatch.setattr(operator, "_WIDEST", F - 1)
-    for got, want in zip(gathered, step(), strict=True):
-        assert_close("with written rows", got, want, torch.float32)
+    for name, want in run(layer, x, x).items():
+        assert_close(name, gathered[name], want, torch.float32)
     assert len(dispatched) == 1
     monkeypatch.setattr(operator, "_WIDEST", 2 * F)
     seen = []
     layer.experts.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    step()
+    run(layer, x, x)
     assert len(dispatched) == 2 and seen == [T * K]
 
 

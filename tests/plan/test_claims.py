@@ -61,25 +61,12 @@ def test_one_row_has_its_formula_and_sources(capsys):
     assert "--row 25: there are 1 to 24" in capsys.readouterr().err
 
 
-def test_dispatch_grows_with_the_square():
-    """The dense formulation's extra time grows with the square of the tokens, ours linearly."""
-    hardware = predictions.a100()
-
-    def time(tokens, **options):
-        shape = layer.LayerShape(tokens, 1024, 4096, experts=16, gpus=1)
-        return layer.layer_time(shape, hardware, **options)
-
-    assert time(8192) == pytest.approx(2 * time(4096))
-    extra = [time(tokens, dense=True) - time(tokens) for tokens in (4096, 8192)]
-    assert extra[1] == pytest.approx(4 * extra[0])
-
-
 def test_figures_have_predicted_lines_published_points_and_those_of_a_ladder(tmp_path):
     ladder = tmp_path / "ladder"
     ladder.mkdir()
 
-    def write(name, results, ranks=16):
-        (ladder / name).write_text(json.dumps({"world_size": ranks, "results": results}))
+    def write(name, results):
+        (ladder / name).write_text(json.dumps({"world_size": 16, "results": results}))
 
     both = {name: {"both": {"p50": ms}} for name, ms in (("torch", 10.0), ("dense", 50.0))}
     write("layer-16.json", {"custom": {"ms": both}})

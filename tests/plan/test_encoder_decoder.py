@@ -1,17 +1,13 @@
 """Plans of encoder-decoders: NLLB-200's numbers, and what autograd keeps of two stacks."""
 
 import pytest
-import torch
-from helpers.saved import SavedBytes
-from plan_helpers import CONFIGS
+from plan_helpers import CONFIGS, check_activations
 from test_plan_counts import experts_as_on_a_gpu  # noqa: F401
 
-from fairseq_tutel.integrations.fairseq.criterions import MoELabelSmoothedCrossEntropyCriterion
 from fairseq_tutel.plan.cli import main
 from fairseq_tutel.plan.compose import load_command
 from fairseq_tutel.plan.gpu_memory import make_layers
 from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.parameters import build_model
 from fairseq_tutel.plan.planner import flop_matched, make_plan
 from fairseq_tutel.plan.settings import read_settings
 
@@ -83,24 +79,6 @@ def test_the_layers_and_the_rest_are_the_whole(words):
         assert work == pytest.approx(gates, rel=1e-9)
 
 
-def pairs_loss(settings, model):
-    """The criterion's loss of a batch whose sentences are all as long as the plan's."""
-    dictionary = model.decoder.dictionary
-    task = type("Task", (), {"target_dictionary": dictionary, "source_dictionary": dictionary})
-    criterion = MoELabelSmoothedCrossEntropyCriterion(task, sentence_avg=False)
-    tokens = torch.randint(4, settings.vocabulary, (settings.batch_size, LENGTH))
-    sample = {
-        "net_input": {
-            "src_tokens": tokens,
-            "src_lengths": torch.full((len(tokens),), LENGTH),
-            "prev_output_tokens": tokens.roll(1, 1),
-        },
-        "target": tokens,
-        "ntokens": tokens.numel(),
-    }
-    return criterion(model, sample)[0]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -113,19 +91,7 @@ def pairs_loss(settings, model):
     ],
 )
 def test_activations_are_what_autograd_saves(words):
-    settings = small(*words.split())
-    model = build_model(settings)
-    with SavedBytes(*model.parameters()) as saved:
-        pairs_loss(settings, model)
-    measured = saved.total(without_last_dim=settings.vocabulary)
-    memory = make_plan(settings, A100).memory
-    predicted = memory.activations
-    if not settings.model.checkpoint_activations:
-        predicted += memory.dispatch
-        # the CPU's attention of a stack to itself writes its result in sentence order
-        layers = sum(each.layers for each in settings.stacks)
-        predicted -= layers * settings.tokens * 4 * settings.model.decoder_embed_dim
-    assert predicted <= measured <= 1.1 * predicted
+    check_activations(small(*words.split()))
 
 
 def test_what_is_missing_is_said_in_a_line(capsys):

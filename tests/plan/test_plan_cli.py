@@ -177,10 +177,13 @@ def test_a_command_that_works_becomes_a_plan(capsys, tmp_path):
 
 
 GPT = "transformer_lm_gpt"
+SIZES = f"""x --task language_modeling --tokens-per-sample 8 --batch-size 2 --optimizer adam
+    --arch {GPT}_moe --moe-expert-count 4 --decoder-layers 2 --decoder-embed-dim 16
+    --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 """
 
 
 @pytest.mark.parametrize(
-    ("key", "words", "message"),
+    ("keys", "words", "message"),
     [
         ("gpus=8", "", "fairseq-train: the command has no --arch; the planner supports " + GPT),
         ("gpus=8", f"x --arch {GPT}_moe", "fairseq-train: the command has no --optimizer"),
@@ -188,39 +191,26 @@ GPT = "transformer_lm_gpt"
         ("gpus=8", f"x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
         ("gpu=8", f"x --arch {GPT}", "gpu=8: .* did you mean gpus?"),
         ("a.b=8", f"x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),
+        *(
+            ("gpus=2 vocabulary=100", SIZES + words, words)
+            for words in (
+                "--moe-top-k 9", "--decoder-attention-heads 3", "--moe-freq -1",
+                "--moe-lora-rank 2",
+            )
+        ),
+        *(
+            ("gpus=2 vocabulary=100", SIZES + words, f"{words} must be at least 1")
+            for words in (
+                "--update-freq 0", "--decoder-embed-dim 0", "--decoder-ffn-embed-dim 0",
+                "--batch-size -4", "--max-tokens -1", "--tokens-per-sample -5",
+            )
+        ),
     ],
-)
-def test_a_command_that_would_not_train_is_refused_in_one_line(capsys, key, words, message):
-    assert main([key, "--", "fairseq-train", *words.split()]) == 1
+)  # fmt: skip
+def test_a_command_that_would_not_train_is_refused_in_one_line(capsys, keys, words, message):
+    assert main([*keys.split(), "--", "fairseq-train", *words.split()]) == 1
     line = capsys.readouterr().err
     assert line.startswith("error: ") and line.count("\n") == 1 and re.search(message, line), line
-
-
-SIZES = """x --task language_modeling --tokens-per-sample 8 --batch-size 2 --optimizer adam
-    --arch transformer_lm_gpt_moe --moe-expert-count 4 --decoder-layers 2 --decoder-embed-dim 16
-    --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"""
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--moe-top-k 9", "--moe-top-k 9 "),
-        ("--decoder-attention-heads 3", "--decoder-attention-heads 3"),
-        ("--moe-freq -1", "--moe-freq -1"),
-        ("--update-freq 0", "--update-freq 0 must be at least 1"),
-        ("--decoder-embed-dim 0", "--decoder-embed-dim 0 must be at least 1"),
-        ("--decoder-ffn-embed-dim 0", "--decoder-ffn-embed-dim 0 must be at least 1"),
-        ("--batch-size -4", "--batch-size -4 must be at least 1"),
-        ("--max-tokens -1", "--max-tokens -1 must be at least 1"),
-        ("--tokens-per-sample -5", "--tokens-per-sample -5 must be at least 1"),
-        ("--moe-lora-rank 2", "--moe-lora-rank 2: the planner counts training of all weights"),
-    ],
-)
-def test_sizes_that_cannot_be_are_named_in_one_line(capsys, words, message):
-    command = ["fairseq-train", *SIZES.split(), *words.split()]
-    assert main(["gpus=2", "vocabulary=100", "--", *command]) == 1
-    line = capsys.readouterr().err
-    assert line.startswith("error: ") and line.count("\n") == 1 and message in line, line
 
 
 def test_the_parts_of_memory_sum_to_the_peak_that_is_named(capsys):

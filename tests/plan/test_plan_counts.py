@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from helpers.saved import SavedBytes
-from plan_helpers import memory_of, settings_of, small, training_loss, work_of
+from plan_helpers import (
+    build_without_dropout,
+    check_activations,
+    memory_of,
+    settings_of,
+    small,
+    training_loss,
+    work_of,
+)
 
 from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.plan.gpu_memory import make_layers
-from fairseq_tutel.plan.parameters import build_model, count_parameters, expert_sizes
+from fairseq_tutel.plan.parameters import count_parameters, expert_sizes
 from fairseq_tutel.plan.work import count_traffic
 
 SLICED = ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"]
@@ -115,11 +122,6 @@ def test_expert_groups():
         small("model.moe_expert_parallel_size=3", gpus=16)
 
 
-def build_without_dropout(settings):
-    """The CPU's attention without tables of scores has no dropout, unlike a GPU's."""
-    return build_model(settings.replace(model={"attention_dropout": 0.0}))
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "overrides"),
@@ -138,20 +140,7 @@ def build_without_dropout(settings):
 )
 def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
     settings = small(*overrides, f"model.checkpoint_activations={checkpointing}")
-    model = build_without_dropout(settings).to(dtype)
-    loss = training_loss(settings, model)
-    with SavedBytes(*model.parameters()) as saved:
-        loss()
-    measured = saved.total(without_last_dim=settings.vocabulary)
-    memory = memory_of(settings)
-    predicted = memory.activations
-    if not checkpointing:
-        predicted += memory.dispatch
-        # The CPU's attention writes its result in sentence order; a GPU's is copied into it.
-        b, dim = settings.precision.element, settings.model.decoder_embed_dim
-        predicted -= settings.model.decoder_layers * settings.tokens * b * dim
-    # tables of the routing, masks and norms' statistics are not counted
-    assert predicted <= measured <= 1.08 * predicted
+    check_activations(settings, dtype)
 
 
 def dispatch_rows(settings):

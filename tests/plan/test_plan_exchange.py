@@ -42,8 +42,8 @@ def test_two_exchanges_as_long_as_the_experts_gain_what_the_paper_bounds():
     assert gains == pytest.approx([1.5, 1.75, 1.875], abs=0.01)
 
 
-def plan_of(gpus=512, **model):
-    return make_plan(settings_of(gpus=gpus).replace(model=model), A100)
+def plan_of(**model):
+    return make_plan(settings_of(gpus=512).replace(model=model), A100)
 
 
 def test_update_of_the_1_1t_model():

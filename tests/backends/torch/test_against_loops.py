@@ -1,57 +1,11 @@
-"""The torch twins against loops over tokens that follow the definitions word by word."""
-
-import itertools
-import math
+"""The torch twins against loops over tokens; gating: tests/moe/test_router.py."""
 
 import pytest
 import torch
+from helpers import naive
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
-
-GATING = [(17, 5, 1), (17, 5, 2), (17, 5, 4), (9, 6, 6), (3, 40, 7), (1, 1, 1)]
-
-
-def loop_gating(logits, top_k, noise, pad, key=None):
-    """Experts, gates and sums of rows of numbers, with the standard library."""
-    experts, gates, prob_sum, entropy, lse = [], [], [0.0] * logits.shape[1], 0.0, []
-    for t, row in enumerate(logits.tolist()):
-        total = sum(math.exp(value) for value in row)
-        prob = [math.exp(value) / total for value in row]
-        extra = [0.0] * len(row) if noise is None else noise[t].tolist()
-        score = [a + b for a, b in zip(row, extra, strict=True)]
-        if key is not None:
-            score = key[t].tolist()
-        by = prob if key is None else score
-        chosen = [max(range(len(row)), key=lambda e: by[e])]
-        while len(chosen) < top_k:
-            free = [e for e in range(len(row)) if e not in chosen]
-            chosen.append(max(free, key=lambda e: score[e]))
-        experts.append([-1] * top_k if pad is not None and pad[t] else chosen)
-        gates.append([prob[e] for e in chosen])
-        prob_sum = [a + b for a, b in zip(prob_sum, prob, strict=True)]
-        entropy -= sum(p * math.log(p) for p in prob)
-        lse.append(math.log(total))
-    return experts, gates, prob_sum, entropy, lse
-
-
-@pytest.mark.parametrize("extras", [(), ("noise", "pad"), ("key", "pad")], ids="-".join)
-@pytest.mark.parametrize(("T", "E", "K"), GATING)
-def test_topk_gating(T, E, K, extras):
-    generator = torch.Generator().manual_seed(E)
-    logits = torch.randn(T, E, dtype=torch.float64, generator=generator)
-    drawn = torch.randn(T, E, dtype=torch.float64, generator=generator)
-    noise, key = (drawn if name in extras else None for name in ("noise", "key"))
-    pad = torch.arange(T) % 4 == 0 if extras else None
-    got = ops.topk_gating(logits, K, noise_TE=noise, pad_T=pad, key_TE=key)
-    want = loop_gating(logits, K, noise, pad, key)
-    assert got[0].dtype == torch.int32
-    assert got[0].tolist() == want[0]
-    for a, b in zip(got[1:], want[1:], strict=True):
-        torch.testing.assert_close(a, torch.tensor(b, dtype=torch.float64), rtol=1e-12, atol=0)
-    less = ops.topk_gating(logits, K, noise_TE=noise, pad_T=pad, key_TE=key, sums=False)
-    assert [each.shape for each in less[2:4]] == [(0,), (0,)]
-    assert all(torch.equal(less[i], got[i]) for i in (0, 1, 4))
 
 
 def test_gating_edges():
@@ -71,6 +25,8 @@ def test_gating_edges():
     expert, gate, prob_sum, entropy, lse = ops.topk_gating(torch.zeros(0, 3), 2)
     assert expert.shape == gate.shape == (0, 2) and lse.shape == (0,)
     assert prob_sum.tolist() == [0, 0, 0] and entropy == 0
+    less = ops.topk_gating(torch.randn(4, 3), 2, sums=False)
+    assert [each.shape for each in less[2:4]] == [(0,), (0,)]
 
 
 def fairseq_activation(name):
@@ -92,36 +48,20 @@ def test_slots_and_rows(E, T):
     expert = torch.randint(-1, E, (K, T), generator=generator, dtype=torch.int32).t()
     expert[:2] = E - 1
     priority = torch.randint(9, (T,), generator=generator).float() if E % 2 else None
-    order = range(T) if priority is None else sorted(range(T), key=lambda t: -priority[t].item())
-    count, slot = [[0] * E for _ in range(K)], [[-1] * K for _ in range(T)]
-    for k in range(K):
-        for t in order:
-            e = int(expert[t, k])
-            if e >= 0:
-                slot[t][k] = sum(each[e] for each in count)
-                count[k][e] += 1
-    slots = got_slot, got_count = ops.assign_slots(expert, E, priority_T=priority)
-    assert got_slot.tolist() == slot and got_count.tolist() == count
-    assert got_slot.dtype == got_count.dtype == torch.int32
+    slot, count = naive.assign_slots(expert, E, priority)
+    slots = ops.assign_slots(expert, E, priority_T=priority)
+    assert [each.tolist() for each in slots] == [slot, count]
+    assert {each.dtype for each in slots} == {torch.int32}
+    position = torch.tensor(slot, dtype=torch.int32).view(T, K)
     gate = torch.rand(T, K, generator=generator)
-    for limit, padded in ((None, False), (2, False), (0, False), (2, True), (0, True)):
-        loads = [sum(each) for each in zip(*count, strict=True)]
-        kept = loads if limit is None else [min(load, limit) for load in loads]
-        begins = list(itertools.accumulate(kept, initial=0))
-        num_rows = E * limit if padded else T * K
-        pairs, dest = [-1] * num_rows, [[-1] * K for _ in range(T)]
-        for t, k in itertools.product(range(T), range(K)):
-            e = int(expert[t, k])
-            if e >= 0 and slot[t][k] < kept[e]:
-                dest[t][k] = (e * limit if padded else begins[e]) + slot[t][k]
-                pairs[dest[t][k]] = t * K + k
-        weight = torch.where(torch.tensor(dest).view(T, K) >= 0, gate, 0)
-        ends = [] if padded else begins[1:]
-        want = [dest, pairs, weight.tolist(), kept, ends, count]
-        options = {"capacity": limit, "padded": padded, "normalize": False}
+    for capacity, padded in ((None, False), (2, False), (0, False), (2, True), (0, True)):
+        options = {"capacity": capacity, "padded": padded, "normalize": False}
+        *maps, kept = naive.assign_rows(expert, position, gate, E, **options)
+        ends = kept[:0] if padded else kept.cumsum(0)
+        want = [*maps, kept, ends, torch.tensor(count)]
         for order in ({"priority_T": priority}, {"slots": slots}):
             got = ops.assign_rows(expert, gate, E, **order, **options)
-            assert [each.tolist() for each in got] == want
+            assert [each.tolist() for each in got] == [each.tolist() for each in want]
             assert {each.dtype for each in (*got[:2], *got[3:])} == {torch.int32}
 
 
@@ -149,6 +89,8 @@ def test_errors_name_the_values():
     row = torch.zeros(4, 2, dtype=torch.int32)
     pair = torch.zeros(8, dtype=torch.int32)
     x = torch.zeros(4, 3)
+    as_is = {"capacity": None, "padded": False, "normalize": False}
+    both = {"priority_T": x[:, 0], "slots": (row, row[:2, :1].expand(2, 3))}
     cases = [
         ("top_k must be between 1 and 3 experts, got 4", lambda: ops.topk_gating(x, 4)),
         ("got 0", lambda: ops.topk_gating(x, 0)),
@@ -157,19 +99,7 @@ def test_errors_name_the_values():
         ("pad", lambda: ops.topk_gating(x, 1, pad_T=torch.zeros(3, dtype=torch.bool))),
         ("int32", lambda: ops.assign_slots(row.long(), 3)),
         ("priority", lambda: ops.assign_slots(row, 3, priority_T=torch.zeros(5))),
-        (
-            "slots have their order",
-            lambda: ops.assign_rows(
-                row,
-                x[:, :2],
-                3,
-                capacity=None,
-                padded=False,
-                normalize=False,
-                priority_T=x[:, 0],
-                slots=(row, row[:2, :1].expand(2, 3)),
-            ),
-        ),
+        ("slots have their order", lambda: ops.assign_rows(row, x[:, :2], 3, **both, **as_is)),
         ("x must be", lambda: ops.dispatch(x[:3], row, pair)),
         ("topk_weight", lambda: ops.combine(torch.zeros(8, 3), row, pair, torch.zeros(4, 3))),
         ("src_pair must be", lambda: ops.dispatch(x, row, pair.long())),

@@ -86,12 +86,8 @@ def _variants():
     ):  # fmt: skip
         move = {"M": 4096, "TOP_K": top_k, **given, **({} if weighted else {"weight_ptr": None})}
         dot = {} if weighted else {"dot_ptr": None, "other_ptr": None}
-        both = {
-            "E": 70,
-            "BLOCK_K": triton.next_power_of_2(top_k),
-            "BLOCK_E": 128,
-            "ROWS_PER_PROGRAM": tiles.ROWS_PER_PROGRAM,
-        }
+        both = {"E": 70, "BLOCK_K": triton.next_power_of_2(top_k), "BLOCK_E": 128}
+        both["ROWS_PER_PROGRAM"] = tiles.ROWS_PER_PROGRAM
         share = {"share_ptr": None} if given else {}
         yield dispatch._token_to_rows_kernel, dtype, {**move, **dot, **both, **share}
         yield dispatch._rows_to_token_kernel, dtype, move
@@ -129,16 +125,8 @@ def _variants():
         backward |= {} if partial else {"TILE": most_rows}
         yield activation._bias_act_bwd_dh_kernel, dtype, {**backward, **fast}
         yield activation._bias_act_bwd_dh_kernel, dtype, backward
-    sums = {
-        **act,
-        **padded,
-        "TILE": most_rows,
-        "BLOCKS": 32,
-        "ACTIVATION": "linear",
-        "GATED": False,
-        "DROPOUT_P": 0.0,
-        **fast,
-    }
+    sums = {**act, **padded, **fast, "TILE": most_rows, "BLOCKS": 32, "GATED": False}
+    sums |= {"ACTIVATION": "linear", "DROPOUT_P": 0.0}
     yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
     blocks = {"BLOCK_Z": tiles.SUM_BLOCK_ROWS, "BLOCK_W": tiles.SUM_BLOCK_COLS}
     sums = {"e": 3, "W": 4096, "TILE": most_rows, "BLOCK_EXPERTS": 4, **blocks}

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from helpers.inputs import poison_fresh_memory
 
 from fairseq_tutel.ops import backend
 
 # Where triton cannot be installed, or comes with an older torch, nothing here can be tested.
 collect_ignore_glob = ["*.py"] if backend._NO_TRITON else []
-
-# What an element holds that a kernel forgot to write.
-POISON_INT = 0x5A5A5A5A
 
 
 @pytest.fixture(
@@ -23,18 +21,6 @@ def device(request):
     return torch.device(request.param)
 
 
-def _poison(tensor):
-    if tensor.is_floating_point():
-        return tensor.fill_(float("nan"))
-    info = None if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype)
-    return tensor.fill_(True if info is None else min(POISON_INT, info.max))
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Fresh memory is NaN (or a large integer), so that an element nobody writes shows."""
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *args, _original=original, **kw: _poison(_original(*args, **kw))
-        )
+    poison_fresh_memory(monkeypatch)

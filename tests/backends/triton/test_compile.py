@@ -11,10 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("aot_compile.py")
-MODULES = (
-    "_grouped", "_grouped_tma", "activation", "adam", "dispatch", "gate_logits", "gating", "rows",
-    "slots", "wire",
-)  # fmt: skip
 # Kernels whose whole work is moving rows of 16-bit numbers: they must use 128-bit accesses.
 ELEMENTWISE = ("_bias_act_fwd_kernel", "_bias_act_bwd_dh_kernel")
 PRODUCTS = ("_rows_product_kernel", "_weight_gradient_kernel")
@@ -29,9 +25,8 @@ MOVERS = ("_token_to_rows_kernel", "_rows_to_token_kernel", *ELEMENTWISE)
 
 def kernel_names():
     names = set()
-    for module in MODULES:
-        source = (ROOT / "fairseq_tutel" / "backends" / "triton" / f"{module}.py").read_text()
-        for node in ast.parse(source).body:
+    for path in (ROOT / "fairseq_tutel" / "backends" / "triton").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 names.add(node.name)
     return names

@@ -1,5 +1,7 @@
 """Dispatch and combine: kernels and torch against loops in fp64, outputs and gradients."""
 
+import itertools
+
 import pytest
 import torch
 from helpers import naive
@@ -9,18 +11,23 @@ from helpers.inputs import random_rows
 from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.backends import triton as kernels
 
-CASES = [
-    pytest.param(37, 2, 5, 16, 70, "spread", id="T37-K2-M70-capacity"),  # M is no power of two
-    pytest.param(16, 1, 4, 3, 32, "spread", id="T16-K1-M32-overflow"),  # drops; M = one tile
-    pytest.param(11, 4, 4, 11, 33, "spread", id="T11-K4=E"),  # top-k = all experts
-    pytest.param(9, 6, 7, 5, 33, "spread", id="T9-K6"),  # more choices than are unrolled
-    pytest.param(13, 2, 4, 9, 1, "spread", id="M1"),  # narrowest row
-    pytest.param(10, 2, 6, 20, 40, "one", id="one-expert"),  # the other experts stay empty
-    pytest.param(6, 3, 3, 4, 17, "dropped", id="all-dropped"),  # every pair dropped
-    pytest.param(0, 2, 3, 4, 17, "spread", id="T0"),  # no tokens: all rows unused
-    pytest.param(5, 2, 3, 0, 17, "dropped", id="R0"),  # no rows
-]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = {
+    "T37-K2-M70-capacity": (37, 2, 5, 16, 70, "spread"),  # M is no power of two
+    "T16-K1-M32-overflow": (16, 1, 4, 3, 32, "spread"),  # drops; M = one tile
+    "T11-K4=E": (11, 4, 4, 11, 33, "spread"),  # top-k = all experts
+    "T9-K6": (9, 6, 7, 5, 33, "spread"),  # more choices than are unrolled
+    "M1": (13, 2, 4, 9, 1, "spread"),  # narrowest row
+    "one-expert": (10, 2, 6, 20, 40, "one"),  # the other experts stay empty
+    "all-dropped": (6, 3, 3, 4, 17, "dropped"),  # every pair dropped
+    "T0": (0, 2, 3, 4, 17, "spread"),  # no tokens: all rows unused
+    "R0": (5, 2, 3, 0, 17, "dropped"),  # no rows
+}
+HALVES = [torch.float16, torch.bfloat16]
+# every shape in fp32, two in the halves
+TYPED = pytest.mark.parametrize(
+    ("dtype", "case"),
+    [*itertools.product([torch.float32], CASES), *itertools.product(HALVES, list(CASES)[:2])],
+)
 ROOMS = pytest.mark.parametrize("room", [torch_backend, kernels], ids=["torch", "triton"])
 
 
@@ -37,10 +44,9 @@ def make(T, K, E, C, M, kind, dtype, device):
 
 
 @ROOMS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
-def test_dispatch(T, K, E, C, M, kind, dtype, room, device):
-    row, pair, x, _, _, d_rows, _ = make(T, K, E, C, M, kind, dtype, device)
+@TYPED
+def test_dispatch(case, dtype, room, device):
+    row, pair, x, _, _, d_rows, _ = make(*CASES[case], dtype, device)
     rows = room.dispatch_fwd(x, row, pair)
     assert rows.dtype == dtype
     assert torch.equal(rows, naive.dispatch(x, row, pair))
@@ -53,10 +59,10 @@ def test_dispatch(T, K, E, C, M, kind, dtype, room, device):
 
 @ROOMS
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("T", "K", "E", "C", "M", "kind"), CASES)
-def test_combine(T, K, E, C, M, kind, dtype, biased, room, device):
-    row, pair, _, dy, rows, _, weight = make(T, K, E, C, M, kind, dtype, device)
+@TYPED
+def test_combine(case, dtype, biased, room, device):
+    _, _, E, C, M, _ = CASES[case]
+    row, pair, _, dy, rows, _, weight = make(*CASES[case], dtype, device)
     exact, given = [rows.double(), weight.double()], ()
     if biased:
         expert = torch.where(row < 0, -1, row // max(C, 1)).int()
@@ -73,9 +79,8 @@ def test_combine(T, K, E, C, M, kind, dtype, biased, room, device):
     assert y.dtype == dtype
     assert_close("y", y, want, dtype)
     found = room.combine_bwd(dy, rows, row, pair, weight, *given)
-    assert [each.dtype for each in found[: len(exact)]] == [dtype, torch.float32, dtype][
-        : len(exact)
-    ]
+    dtypes = [dtype, torch.float32, dtype][: len(exact)]
+    assert [each.dtype for each in found[: len(exact)]] == dtypes
     assert (found[0][pair < 0] == 0).all() and (found[1][row < 0] == 0).all()
     for name, got, exact_grad in zip(("d_rows", "d_weight", "d_bias"), found, grads, strict=False):
         assert_close(name, got, exact_grad, torch.float32 if name == "d_weight" else dtype)

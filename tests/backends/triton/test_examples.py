@@ -1,5 +1,6 @@
 """The worked examples in the kernels' docstrings, number by number."""
 
+import inspect
 import math
 
 import pytest
@@ -13,13 +14,10 @@ from fairseq_tutel.backends.triton import (
     _grouped_tma,
     activation,
     adam,
-    dispatch,
     gate_logits,
     gating,
     lean_ffn,
-    rows,
     slots,
-    wire,
 )
 from fairseq_tutel.backends.triton._activations import normal_cdf, tanh
 from fairseq_tutel.backends.triton._tiles import ragged_tiles, tile_rows, token_of_row
@@ -258,21 +256,9 @@ def adam16_max(device):
     yield bits.flatten().view(torch.float32), [1, 2]
 
 
-MODULES = (
-    activation,
-    adam,
-    dispatch,
-    gate_logits,
-    gating,
-    _grouped,
-    _grouped_tma,
-    rows,
-    slots,
-    wire,
-)
 KERNELS = {
     name.removeprefix("_").removesuffix("_kernel"): kernel
-    for module in MODULES
+    for module in filter(inspect.ismodule, vars(kernels).values())
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }

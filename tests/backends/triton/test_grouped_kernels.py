@@ -1,5 +1,7 @@
 """Products of ragged rows: kernels against a product per expert."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import naive
@@ -26,21 +28,28 @@ def make(ends, dtype, device, shapes=((R, A), (4, A, B), (R, B))):
     return *made, torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+def check(products, gradients, args, dtype):
+    """Compare with a product per expert, whose weight is plain, or transposed as in training."""
+    rows, weight, other, offsets = args
+    ends = offsets.tolist()
+    used = ends[-1]
+    want = naive.rows_product(rows.double(), weight.double(), ends)[:used]
+    for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        for product in products:
+            got = product(rows, given, offsets)[:used]
+            assert got.dtype == dtype
+            assert_close("product", got, want, dtype)
+    want = naive.weight_gradient(rows.double(), other.double(), ends)
+    for gradient in gradients:
+        got = gradient(rows, other, offsets)
+        assert got.dtype == dtype and got.is_contiguous()
+        assert_close("gradient", got, want, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_equals_a_product_per_expert(ends, dtype, device):
-    rows, weight, other, offsets = make(ends, dtype, device)
-    used = ends[-1]
-    want = naive.rows_product(rows.double(), weight.double(), ends)[:used]
-    # plain, and transposed as in the forward pass, which multiplies by the transposed weight
-    for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
-        got = kernels.rows_product(rows, given, offsets)[:used]
-        assert got.dtype == dtype
-        assert_close("product", got, want, dtype)
-    got = kernels.weight_gradient(rows, other, offsets)
-    assert got.dtype == dtype and got.is_contiguous()
-    want = naive.weight_gradient(rows.double(), other.double(), ends)
-    assert_close("gradient", got, want, dtype)
+    check([kernels.rows_product], [kernels.weight_gradient], make(ends, dtype, device), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -48,20 +57,13 @@ def test_equals_a_product_per_expert(ends, dtype, device):
 def test_kernels_with_tma_loads_equal_a_product_per_expert(ends, dtype, device):
     if device.type == "cuda" and not tma.has_tma(device):
         pytest.skip("a GPU without TMA")
-    shapes = ((R, 40), (4, 40, 24), (R, 24))
-    rows, weight, other, offsets = make(ends, dtype, device, shapes)
-    used = ends[-1]
-    want = naive.rows_product(rows.double(), weight.double(), ends)[:used]
-    for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
-        assert tma.describable(rows, given)
-        for tile in {*tma.tma_tiles(True), *tma.tma_tiles(False)}:
-            got = tma.rows_product_tma(rows, given, offsets, None, tile)[:used]
-            assert_close("product", got, want, dtype)
-    want = naive.weight_gradient(rows.double(), other.double(), ends)
-    for tile in tma.tma_tiles(False):
-        got = tma.weight_gradient_tma(rows, other, offsets, None, tile)
-        assert_close("gradient", got, want, dtype)
-    assert not tma.weight_gradient_tma(rows[:0], other[:0], offsets * 0, None, tile).any()
+    args = rows, weight, other, offsets = make(ends, dtype, device, ((R, 40), (4, 40, 24), (R, 24)))
+    assert tma.describable(rows, weight)
+    few, many = tma.tma_tiles(True), tma.tma_tiles(False)
+    products = [partial(tma.rows_product_tma, source=None, tile=tile) for tile in {*few, *many}]
+    gradients = [partial(tma.weight_gradient_tma, source=None, tile=tile) for tile in many]
+    check(products, gradients, args, dtype)
+    assert not gradients[0](rows[:0], other[:0], offsets * 0).any()
 
 
 @pytest.mark.parametrize("way", ["every GPU", "TMA"])
@@ -132,18 +134,8 @@ def test_which_implementations_compete(monkeypatch, device):
 def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     """Where it is one kernel; its CPU implementation checks shapes, layouts and results."""
     monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
-    ends = [8, 24, 24, 48]
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((48, 16), (4, 16, 32), (48, 32))
-    rows, weight, d = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    for w in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
-        want = naive.rows_product(rows.double(), w.double(), ends)
-        assert_close("out", kernels.rows_product(rows, w, offsets), want, torch.bfloat16)
-    got = kernels.weight_gradient(d, rows, offsets)
-    assert got.is_contiguous()
-    want = naive.weight_gradient(d.double(), rows.double(), ends)
-    assert_close("gradient", got, want, torch.bfloat16)
+    args = make([8, 24, 24, 48], torch.bfloat16, "cpu", ((48, 16), (4, 16, 32), (48, 32)))
+    check([kernels.rows_product], [kernels.weight_gradient], args, torch.bfloat16)
 
 
 def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypatch):
@@ -161,10 +153,8 @@ def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypat
     monkeypatch.setattr(kernels, "_grouped_mm_skips_unused", lambda rows: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_unused, raising=False)
     for ends in ENDS.values():
-        rows, _, other, offsets = make(ends, torch.float32, device)
-        got = kernels.weight_gradient(rows, other, offsets)
-        want = naive.weight_gradient(rows.double(), other.double(), ends)
-        assert_close("gradient", got, want, torch.float32)
+        args = make(ends, torch.float32, device)
+        check([], [kernels.weight_gradient], args, torch.float32)
 
 
 def test_more_tiles_than_a_grids_second_dimension_may_have(monkeypatch):

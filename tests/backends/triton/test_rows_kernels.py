@@ -20,13 +20,13 @@ CASES = [
 ]
 
 
-def inputs(T, E, K, dtype=torch.float32):
+def inputs(T, E, K):
     generator = torch.Generator().manual_seed(T + K)
     expert = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)] or
                          [torch.empty(K)])[:T].int()  # fmt: skip
     expert[torch.rand(T, K, generator=generator) < 0.2] = -1
     position, num_routed = torch_backend.assign_slots(expert, E)
-    gate = torch.rand(T, K, generator=generator).to(dtype)
+    gate = torch.rand(T, K, generator=generator)
     gate[::5] = 0  # a sum of zero is not divided by
     return expert, position, gate, num_routed
 
