@@ -81,7 +81,7 @@ DRAWN = {**BIAS, "second_expert_policy": "sampling"}
         (MoEConfig, {**GLOBAL, **LOADS}, ["load_importance_loss", "balance_scope='global'"]),
         (MoEConfig, {"overflow_rerouting": 1.5}, ["overflow_rerouting=1.5 must be a whole numb"]),
         (MoEConfig, AT_RANDOM, ["batch_prioritized", "drop_policy='random'"]),
-        (MoEConfig, BEFORE, ["normalize_before_dropping and unnormalized_weights contradict"]),
+        (MoEConfig, BEFORE, ["normalize_before_dropping contradicts unnormalized_weights"]),
         (MoEConfig, {"num_expert_groups": 3}, ["num_expert_groups=3 must divide", " 4"]),
         (MoEConfig, {**PAIRS, "top_groups": 3}, ["top_groups=3 of num_expert_groups=2"]),
         (MoEConfig, {**PAIRS, "top_k": 3}, ["top_k=3", "the 2 experts of top_groups=1"]),
