@@ -208,7 +208,7 @@ def inside(monkeypatch, backend, request):
     backend("triton")
     monkeypatch.setattr(module, "_product_fp32", product_fp32)
     monkeypatch.setattr(GridExecutor, "__call__", launched)
-    operators = ("dispatch", "expert_ffn", "token_ffn", "gate_logits", "gating", "rows", "slots")
+    operators = ("dispatch", "expert_ffn", "gate_logits", "gating", "rows", "slots")
     for name in operators:
         module = importlib.import_module(f"fairseq_tutel.ops.{name}")
         monkeypatch.setattr(module, "implementation", implementation)
