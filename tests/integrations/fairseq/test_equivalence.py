@@ -100,7 +100,7 @@ def _train(cases):
     found = {}
     for name, cfg in cases.items():
         translates = name.startswith("translation")
-        number, own = (3, own_pairs) if translates else (10, own_batches)
+        number, own = (3, own_pairs) if translates else (6, own_batches)
         _fit(name, cfg.model, process_world()[1])
         trainer = make_trainer(cfg, make_pairs(0) if translates else None)
         updates = record_updates(trainer)
@@ -144,7 +144,7 @@ def test_cases_train_and_drop_as_they_say(name):
     """Or the comparison would be of nothing."""
     ((updates, _, weights),) = (found[name] for found in trained(1))
     losses = [u.sums["loss"] / u.sample_size for u in updates]
-    assert losses[-1] < (0.97 if name.startswith("translation") else 0.95) * losses[0]
+    assert losses[-1] < 0.97 * losses[0]
     limit = configs()[name].optimization.clip_norm
     assert all(u.grad_norm > limit for u in updates)  # it was clipped
     if "dropless" in name:

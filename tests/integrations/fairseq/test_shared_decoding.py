@@ -49,9 +49,15 @@ def _generate(shares, helped=False):
     return found
 
 
+@functools.cache
+def _of_one_process():
+    (whole,) = run_ranks(_generate, 1, [(PROMPTS,)])
+    return whole
+
+
 @pytest.mark.parametrize("helped", [False, True])
 def test_hypotheses_are_those_of_one_process(helped):
-    (whole,) = run_ranks(_generate, 1, [(PROMPTS,)])
+    whole = _of_one_process()
     ranks = run_ranks(_generate, 2, SHARES, helped)
     lengths = set()
     for number in range(len(SHARES)):
