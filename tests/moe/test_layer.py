@@ -311,7 +311,7 @@ def test_wrong_sizes_are_refused_with_their_values():
     layer = make_layer(torch.float32)
     with pytest.raises(ValueError, match="model_dim=6, the input has 5"):
         layer(torch.randn(3, 5))
-    with pytest.raises(ValueError, match="top_k=5 .* between 1 and the number of experts, 4"):
+    with pytest.raises(ValueError, match="top_k=5 must be at most 4"):
         layer(torch.randn(3, M), top_k=5)
 
 
