@@ -11,3 +11,17 @@ from .growth import GrowAt
 from .options import OptionError, above, at_least, option
 from .registry import EXCHANGES, EXPERTS, ROUTERS, Options
 from .routing import EXPERT_GRAD_NORMALIZATIONS, MoEConfig
+
+__all__ = [
+    "EXCHANGES",
+    "EXPERTS",
+    "ROUTERS",
+    "ExchangeConfig",
+    "ExpertConfig",
+    "MoEConfig",
+    "OptionError",
+    "Options",
+    "above",
+    "at_least",
+    "option",
+]

@@ -74,3 +74,21 @@ from .world import (
     ranks_per_node,
     refuse_differences,
 )
+
+__all__ = [
+    "Direction",
+    "Exchange",
+    "ExchangeAlgorithm",
+    "ExchangeRecord",
+    "ExpertParallelGroups",
+    "StepAgreement",
+    "StepSettings",
+    "build_exchange",
+    "build_groups",
+    "gather_texts",
+    "is_expert",
+    "possible_r",
+    "process_world",
+    "register_exchange",
+    "sync_step",
+]

@@ -41,3 +41,25 @@ from .rows import assign_rows
 from .slots import assign_slots
 from .token_ffn import gathers_tokens, token_ffn
 from .wire import decode_rows, encode_rows, wire_bytes
+
+__all__ = [
+    "ActivationMemory",
+    "FFNOptions",
+    "activate",
+    "assign_rows",
+    "assign_slots",
+    "backend_for",
+    "combine",
+    "decode_rows",
+    "dispatch",
+    "encode_rows",
+    "expert_ffn",
+    "gate_logits",
+    "get_backend",
+    "lean_ffn",
+    "scaled_dot",
+    "set_backend",
+    "token_ffn",
+    "topk_gating",
+    "wire_bytes",
+]
