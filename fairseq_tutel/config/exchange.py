@@ -92,7 +92,8 @@ class ExchangeConfig:
     def __post_init__(self):
         check_options(self)
         if self.balance_ranks and self.algorithm != "linear":
-            raise OptionError("`balance_ranks=True` needs `algorithm='linear'`")
+            given = f"not {self.algorithm!r}"
+            raise OptionError(f"`balance_ranks=True` needs `algorithm='linear'`, {given}")
 
     def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
         """Return the format (one of WIRES) of tokens, of outputs (``back``) or of gradients."""
