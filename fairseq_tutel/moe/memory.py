@@ -9,14 +9,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..ops import ActivationMemory
-
-if TYPE_CHECKING:
-    from .layer import MoELayer
 
 _MEMORY_FILE = Path("/proc/meminfo")
 
@@ -102,8 +99,8 @@ def routed_bytes(
     )
 
 
-def memory_of_step(layer: MoELayer, num_tokens: int, dtype: torch.dtype | None) -> StepMemory:
-    """Estimate a training step through a layer: :meth:`.MoELayer.memory_of_step`."""
+def memory_of_step(layer: Any, num_tokens: int, dtype: torch.dtype | None) -> StepMemory:
+    """Estimate a training step through an MoELayer: see its method of this name."""
     params, config, experts = list(layer.parameters()), layer.config, layer.experts
     routed = routed_bytes(
         tokens=num_tokens,
