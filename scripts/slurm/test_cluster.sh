@@ -243,7 +243,7 @@ submit_hydra_training() {
 
 check_hydra_training() {
     local part
-    ended_well "$hydra_job" 90 "the Hydra run"
+    ended_well "$hydra_job" 180 "the Hydra run"
     for part in shared rank-0 rank-1 rank-2 rank-3; do
         [ -s "$relative_directory/checkpoint_last-$part.pt" ] || fail "it saved no part $part"
     done
@@ -252,11 +252,11 @@ check_hydra_training() {
 
 check_training() {
     local before resumed loss
-    wait_until 90 "the first run trains" trains "$log" 0 20
+    wait_until 180 "the first run trains" trains "$log" 0 20
     scancel --batch --signal=USR1 "$job"
-    wait_until 60 "asked by SIGUSR1, it saved and was requeued" has_restarted "$job" 1
+    wait_until 120 "asked by SIGUSR1, it saved and was requeued" has_restarted "$job" 1
     run_log "$log" 0 | grep -q 'saved on request; queueing' || fail "train.sbatch did not requeue"
-    wait_until 90 "the second run trains and has saved" has_saved_since_its_start "$log" 1
+    wait_until 180 "the second run trains and has saved" has_saved_since_its_start "$log" 1
     before=$(updates "$log" 0) resumed=$(loaded_at "$log" 1)
     # It logs every 10 updates and saves at the end of the one in which the signal came.
     ((before <= resumed && resumed < before + 10)) ||
@@ -264,9 +264,9 @@ check_training() {
     say "it resumed at update $resumed"
 
     scontrol requeue "$job"
-    wait_until 60 "it was requeued the hard way" has_restarted "$job" 2
+    wait_until 120 "it was requeued the hard way" has_restarted "$job" 2
     before=$(saved_at "$log" 1)
-    ended_well "$job" 120 "the job"
+    ended_well "$job" 240 "the job"
     resumed=$(loaded_at "$log" 2)
     ((resumed == before)) || fail "saved at update $before, but resumed at $resumed"
     say "it resumed at update $resumed"
@@ -295,7 +295,7 @@ submit_benchmarks() {
 check_benchmarks() {
     local name job log
     for job in "${ladder_jobs[@]}"; do
-        ended_well "$job" 120 "benchmark $(field "$job" JobName)"
+        ended_well "$job" 240 "benchmark $(field "$job" JobName)"
     done
     for log in "$ladder"/*.log; do
         grep -q 'launch: 4 ranks on 2 nodes' "$log" || fail "$log: not on 2 x 2 ranks"
@@ -312,7 +312,7 @@ sys.exit((r["world_size"], r["settings"]["experts"], sorted(r["results"])) != (4
 }
 
 check_time_limit_job() {
-    ended_well "$limit_job" 90 "the job with a time limit"
+    ended_well "$limit_job" 180 "the job with a time limit"
     [ "$(field "$limit_job" Restarts)" = 1 ] || fail "it was not requeued once"
     say "SLURM's own signal before the time limit had it requeued"
 }
