@@ -27,6 +27,7 @@ from torch import Tensor
 
 # writes queued before a measurement on a GPU: about 2 ms of a 4 TB/s memory
 _COVER_BYTES, _COVER_WRITES = 256 << 20, 32
+_NO_MEMORY = "it ran out of memory on this GPU"
 Times = dict[str, dict[str, list[float]]]  # case -> phase -> milliseconds by repetition
 
 
@@ -37,9 +38,8 @@ class Case:
     name: str
     # input number -> (outputs, gradients of the outputs); no gradients: forward only
     forward: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor]]]
-    leaves: Callable[[], Iterable[Tensor]] = (
-        tuple  # their gradients are dropped before a repetition
-    )
+    # tensors whose gradients are dropped before a repetition
+    leaves: Callable[[], Iterable[Tensor]] = tuple
     select: Callable[[], object] = lambda: None  # called first, for example to choose a backend
 
     def begin(self) -> None:
@@ -196,7 +196,7 @@ class Point:
                 if ranks.world_size > 1:  # the others wait for this one
                     raise
                 self.cases.remove(case)
-                self.not_run[case.name] = "it ran out of memory on this GPU"
+                self.not_run[case.name] = _NO_MEMORY
             case.begin()
             free_memory(ranks.device)
 
@@ -261,13 +261,19 @@ def sweep(
     for point in points:
         if warmup:
             point.leave_out_what_does_not_fit(ranks)
-        point.about |= point.check(point.cases)
         times: Times = {}
         turns, rest = point.repetitions or usual, max(0, warmup - 1)
+        alone = ranks.world_size == 1  # else a record is a collective call
         try:
+            point.about |= point.check(point.cases)
             time_cases(point.cases, ranks, turns, times, warmup=rest, **how)
+        except torch.cuda.OutOfMemoryError:  # later than in the first run
+            if not alone:
+                raise
+            times, point.derive = {}, lambda found: {}
+            point.not_run |= {case.name: _NO_MEMORY for case in point.cases}
         except BaseException:
-            if ranks.world_size == 1:  # else a record is a collective call
+            if alone and times:
                 keep(point, times)
             raise
         keep(point, times)

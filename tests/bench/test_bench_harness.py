@@ -116,6 +116,23 @@ def test_what_finds_no_memory_is_left_out(tmp_path):
     assert list(found["ms"]) == ["small"]
 
 
+def test_what_finds_no_memory_later_ends_only_its_point(tmp_path):
+    calls = []
+
+    def full_at_last(_):
+        calls.append(0)
+        if len(calls) > 1:
+            raise torch.cuda.OutOfMemoryError("as CUDA says it")
+
+    figures = lambda found: {"a": {"x": found["ms"]["a"]}}  # noqa: E731  needs the case's times
+    points = [Point(name, [Case("a", call(run))], derive=figures)
+              for name, run in (("p", full_at_last), ("q", print))]  # fmt: skip
+    sweep("x", options(tmp_path / "x.json"), RANKS, points, repetitions=1)
+    found = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert found["results"]["p"]["not_run"] == {"a": "it ran out of memory on this GPU"}
+    assert found["results"]["q"]["derived"]["a"]["x"] and "complete" not in found
+
+
 def test_peak_memory_sees_an_allocation():
     def forward(_):
         held = torch.ones(16 << 20)  # 64 MiB

@@ -178,7 +178,7 @@ class Run:
         if path and training.checkpoint_exists(path):
             state = training.load_checkpoint(path, self.model, self.optimizer)
             first, accuracy = state["epoch"], state["accuracy"]
-            if state["scaler"]:
+            if state.get("scaler"):
                 self.scaler.load_state_dict(state["scaler"])
             self.say(f"resumed after epoch {first}: held-out accuracy {100 * accuracy:.2f} %")
         for epoch in range(first, options.epochs):
