@@ -11,8 +11,6 @@ that of the experts (CPU) or of their products (GPU). Several ranks use a real a
 python -m fairseq_tutel.launch -- before the command. Up to 4096 tokens a GPU is also timed by the
 wall clock, with launches. A known GPU also has predicted times (predict.py).
 eval: forward only, 1 to 1024 tokens, beside Tutel's and Meta's layers. Good: at most their time.
-curve: forward and backward over the number of tokens, beside the dense formulation, and on a CPU
-beside the planner's formula. Good: the dense formulation takes as many times longer as planned.
 decode: a step of generation on a GPU, launched or captured in a CUDA graph. Good: a captured step
 takes at most 1.3 times the reading of the experts' weights.
 """
@@ -25,11 +23,10 @@ from collections.abc import Iterator
 import layers
 import torch
 from harness import Case, Goal, Point, agreement, call, peak_memory, sweep
-from layers import CASES, DTYPES, PRESETS, Inputs, LayerShape, choose_shape, make_layer
+from layers import CASES, PRESETS, Inputs, LayerShape, choose_shape, make_layer
 from peers import EVALUATED, FOLDERS, evaluated_layers
 from predict import beside, layer_ms, rates_of
 from program import CLOCK, expect_known, numbers, program, words
-from record import ROOT, median_ratio
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
@@ -85,31 +82,6 @@ def train(options, preset, ranks) -> None:
     how = {"repetitions": 50 if on_gpu else 20, "calls": _WALL_CALLS if launches else 0}
     how |= {"file": f"layer-{name}-{ranks.device.type}", "about": {"preset": name}}
     sweep("layer", options, ranks, [train_point(name, shape, names, options, ranks)], **how)
-
-
-def curve_points(shape, tokens, options, ranks) -> Iterator[Point]:
-    """Yield this layer and the dense formulation on each number of tokens."""
-    from fairseq_tutel.plan import layer as plan  # needs fairseq, as no other mode does
-    from fairseq_tutel.plan.hardware import load_hardware
-
-    on_gpu = ranks.device.type == "cuda"
-    backend, cpu = "triton" if on_gpu else "torch", load_hardware(ROOT / "configs", "cpu")
-    sizes = (shape.model_dim, shape.hidden_dim, shape.experts, 1, shape.top_k)
-    for count in tokens:
-        of_tokens = dataclasses.replace(shape, tokens=count)
-        point = train_point(f"{count} tokens", of_tokens, [backend, "dense"], options, ranks)
-        point.about["tokens"] = count
-        planned = plan.LayerShape(count, *sizes, element=DTYPES[shape.dtype].itemsize)
-        this, dense = (plan.layer_time(planned, cpu, dense=dense) for dense in (False, True))
-        predicted = {} if on_gpu else {"predicted": dense / this}
-
-        def derive(found, predicted=predicted):
-            if "dense" not in found["ms"]:
-                return {}
-            return {"dense": {"times longer": median_ratio(found, "dense", backend), **predicted}}
-
-        point.derive = derive
-        yield point
 
 
 def eval_points(shape, tokens, options, ranks) -> Iterator[Point]:
@@ -197,14 +169,13 @@ def decode_points(shape, tokens, options, ranks) -> Iterator[Point]:
 # mode -> points, numbers of tokens, those of a rehearsal, arguments of the sweep
 OVER_TOKENS = {
     "eval": (eval_points, [1, 4, 16, 64, 256, 1024], [4, 16], {"repetitions": 100}),
-    "curve": (curve_points, [512, 1024, 2048, 4096, 8192], [32, 64], {"repetitions": 7}),
     "decode": (decode_points, [1, 8, 64, 512], [1, 8], {"repetitions": 30, "calls": _WALL_CALLS}),
 }
 OPTIONS = {
     "mode": ("train", "what to measure", ("train", *OVER_TOKENS)),
     "preset": (words, "one after the other (default: meta-1.1t on a GPU, cpu on a CPU)", PRESETS),
     "backends": (words, f"cases of train ({', '.join(CASES)}) or eval ({', '.join(EVALUATED)})"),
-    "eval-tokens": (numbers, "numbers of tokens in eval, curve and decode"),
+    "eval-tokens": (numbers, "numbers of tokens in eval and decode"),
     "output": (str, "JSON file (default: in runs/bench); {preset} stands for the preset's name"),
     **layers.SIZES,
     **FOLDERS,
@@ -213,7 +184,7 @@ OPTIONS = {
 
 
 def over_tokens(options, ranks) -> None:
-    """Measure eval, curve or decode, whose points differ in the number of tokens."""
+    """Measure eval or decode, whose points differ in the number of tokens."""
     ranks.expect(several=False)
     name, shape = choose_shape(options, (options.preset or [None])[0], ranks)
     shape = dataclasses.replace(shape, simulated_ranks=0)

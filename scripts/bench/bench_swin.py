@@ -61,8 +61,6 @@ OPTIONS = {
     "preset": (str, "default: small-32 on a GPU, small on a CPU", PRESETS),
     "images": (numbers, "per rank, in place of the preset's"),
     "modes": (list(PASSES), "what to measure", PASSES),
-    "without-dense-model": (False, "leave out the dense model"),
-    "without-count": (False, "do not count operations, which takes a pass of each"),
     **CLOCK,
 }
 
@@ -139,8 +137,8 @@ def make_case(name, model: nn.Module, config, images: int, mode: str, dtype: str
     return Case(name, train if training else infer, model.parameters, select)
 
 
-def point_of(models, config, images: int, mode: str, dtype: str, count: bool) -> Point:
-    """Return the cases on so many images, and the ratio of their operations if it is counted."""
+def point_of(models, config, images: int, mode: str, dtype: str) -> Point:
+    """Return the cases on so many images, and the ratio of their operations."""
     parameters = list(models[OURS].patch_embed.parameters())
     layers = sparse_layers(config, images, dtype)
     # one at a time in inference
@@ -157,8 +155,7 @@ def point_of(models, config, images: int, mode: str, dtype: str, count: bool) ->
     def check(cases):
         pair = [case for case in cases if case.name in (OURS, MASKS)]
         if len(pair) == 2:
-            if count:
-                about["this_over_masks_by_operations"] = counted_ratio(*pair, layers, mode)
+            about["this_over_masks_by_operations"] = counted_ratio(*pair, layers, mode)
             limit = _AGREEMENT if dtype == "float32" else float("inf")
             about["rms_error_ratio"] = agreement(pair, parameters, limit)[MASKS]
         return about
@@ -181,8 +178,6 @@ def main(options, ranks):
         raise ValueError(f"--images {','.join(map(str, images))}: at least 1")
     config, models = build_models(preset, ranks.device, tiny=options.tiny, seed=options.seed)
     both = {"sparse": models[OURS], "dense model": models[DENSE_MODEL]}
-    if options.without_dense_model:
-        del models[DENSE_MODEL]
     about = {
         "preset": f"tiny-{name}" if options.tiny else name,
         "about": preset.about,
@@ -192,7 +187,7 @@ def main(options, ranks):
         "clock": options.clock,
     }
     points = (
-        point_of(models, config, number, mode, preset.dtype, not options.without_count)
+        point_of(models, config, number, mode, preset.dtype)
         for mode in options.modes
         for number in images
     )

@@ -56,16 +56,6 @@ def test_goals_of_a_preset(tmp_path, monkeypatch):
         assert [(each["bound"], each["reached"]) for each in found] == want
 
 
-def test_layer_over_tokens(tmp_path):
-    found = rehearse("layer", tmp_path, "--mode curve --tiny --device cpu")["results"]
-    assert list(found) == ["32 tokens", "64 tokens"]
-    for point in found.values():
-        raw, derived = point["raw_ms"], point["derived"]["dense"]
-        longer = ratio(raw["dense"]["both"], raw["torch"]["both"])
-        assert derived["times longer"] == pytest.approx(longer, rel=1e-3)
-        assert derived["predicted"] > 1
-
-
 def test_layer_in_evaluation(tmp_path):
     results = rehearse("layer", tmp_path, f"--mode eval --eval-tokens 2,80 {SMALL}")["results"]
     assert list(results) == ["2 tokens", "80 tokens"]
