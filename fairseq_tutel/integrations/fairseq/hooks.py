@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fairseq import checkpoint_utils, utils
 from fairseq.file_io import PathManager
@@ -30,21 +30,12 @@ from .trainer.sets import save_set, start_of_run
 from .trainer.trainer import MoETrainer, has_experts
 
 
-class Replacement(NamedTuple):
-    """Row of the table."""
-
-    where: str  # the attribute that is replaced, dotted
-    why: str  # effect of the original with experts; why registration does not help
-    # original -> replacement; None: `install` of .errors.excepthook replaces it
-    make: Callable[[Any], Any] | None = None
-
-
 def install() -> None:
     """Put the replacements into place, once."""
     if getattr(checkpoint_utils, "_fairseq_tutel", False):
         return
     checkpoint_utils._fairseq_tutel = True
-    for where, _, make in TABLE:
+    for where, make in TABLE.items():
         path, _, name = where.rpartition(".")
         if path.startswith("fairseq_cli."):
             _replace_in_program(path, name, make)
@@ -160,83 +151,46 @@ def _replace_in_program(module_name: str, name: str, make: Callable[[Any], Any])
             function.__globals__[name] = module.__dict__[name] = make(function)
 
 
-TABLE = (
-    Replacement(
-        "fairseq.trainer.Trainer.__new__",
-        "is named by fairseq_cli.train; a model with experts gets a MoETrainer",
-        _by(_new_trainer),
-    ),
-    Replacement(
-        "fairseq.checkpoint_utils.save_checkpoint",
-        "copies and removes single files; with experts a checkpoint is a set",
-        _by(_save_checkpoint),
-    ),
-    Replacement(
-        "fairseq.checkpoint_utils.load_checkpoint",
-        "looks for one file to distinguish a restart from a first launch",
-        _by(_load_checkpoint),
-    ),
-    Replacement(
-        "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
-        "reads one file, and any; here the name of a set leads to its parts, and a file that could "
-        "run code is refused, for dense models too",
-        _by(_load_to_cpu),
-    ),
-    Replacement(
-        "fairseq.checkpoint_utils.get_maybe_sharded_checkpoint_filename",
-        "asks for one file before it is read",
-        _by(_file_of_set),
-    ),
-    Replacement(
-        "fairseq.checkpoint_utils.load_model_ensemble_and_task",
-        "returns the task that makes evaluation batches, which leave out what does not fit; with "
-        "experts they leave out nothing (programs/blocks.py), and words of a prompt that become "
-        "<unk> are reported (programs/generation.py)",
-        _by(_load_model_ensemble_and_task),
-    ),
-    Replacement(
-        "fairseq.options.CommonEvalConfig",
-        "has no --is-moe, which published commands pass, to no effect (options/command_line.py)",
-        with_evaluation_flags,
-    ),
-    Replacement(
-        "fairseq.distributed.utils.call_main",
-        "does not connect torchrun's processes if it sees at most one device (programs/ranks.py)",
-        _by(_call_main),
-    ),
-    Replacement(
-        "fairseq.distributed.utils.all_gather_list",
-        "needs a GPU and fails beyond 16 KiB; fairseq-validate collects logging outputs with it "
-        "(programs/validation.py)",
-        _by(validation.all_gather_list),
-    ),
-    Replacement(
-        "fairseq.optim.adam.FairseqAdam.__init__",
-        "raises for --fp16-adam-stats without apex; no second adam can be registered (optim.py)",
-        _by(optim.init_adam),
-    ),
-    Replacement(
-        "fairseq_cli.train.validate_and_save",
-        "is the point at which a run that was asked to stop (SIGUSR1) has saved all",
-        _by(requeue.validate_and_save),
-    ),
-    Replacement(
-        "fairseq_cli.eval_lm.eval_lm",
-        "assumes that ranks do not need each other; here it keeps them in step",
-        _by(evaluation.eval_lm),
-    ),
-    Replacement(
-        "fairseq_cli.generate.main",
-        "connects no processes; those that share experts become one job (programs/generation.py)",
-        _by(generation.generate),
-    ),
-    # by errors/excepthook.py, in fairseq's programs
-    Replacement("argparse.ArgumentParser.error", "prints up to 199 lines of usage; here one"),
-    Replacement(
-        "argparse.ArgumentParser.format_help",
-        "ends before the options of an architecture are known; here it says how to find them",
-    ),
-    Replacement("sys.excepthook", "prints a traceback per rank for a user's error; here one line"),
-)
+# attribute -> function that makes its replacement of it. The comment says what the original does to
+# models with experts, or why registration does not help.
+TABLE: dict[str, Callable[[Any], Any] | None] = {
+    # is named by fairseq_cli.train; a model with experts gets a MoETrainer
+    "fairseq.trainer.Trainer.__new__": _by(_new_trainer),
+    # copies and removes single files; with experts a checkpoint is a set
+    "fairseq.checkpoint_utils.save_checkpoint": _by(_save_checkpoint),
+    # looks for one file to distinguish a restart from a first launch
+    "fairseq.checkpoint_utils.load_checkpoint": _by(_load_checkpoint),
+    # reads one file, and any; here the name of a set leads to its parts, and a file that could run
+    # code is refused, for dense models too
+    "fairseq.checkpoint_utils.load_checkpoint_to_cpu": _by(_load_to_cpu),
+    # asks for one file before it is read
+    "fairseq.checkpoint_utils.get_maybe_sharded_checkpoint_filename": _by(_file_of_set),
+    # returns the task that makes evaluation batches, which leave out what does not fit; with
+    # experts they leave out nothing (programs/blocks.py), and words of a prompt that become <unk>
+    # are reported (programs/generation.py)
+    "fairseq.checkpoint_utils.load_model_ensemble_and_task": _by(_load_model_ensemble_and_task),
+    # has no --is-moe, which published commands pass, to no effect (options/command_line.py)
+    "fairseq.options.CommonEvalConfig": with_evaluation_flags,
+    # does not connect torchrun's processes if it sees at most one device (programs/ranks.py)
+    "fairseq.distributed.utils.call_main": _by(_call_main),
+    # needs a GPU and fails beyond 16 KiB; fairseq-validate collects logging outputs with it
+    # (programs/validation.py)
+    "fairseq.distributed.utils.all_gather_list": _by(validation.all_gather_list),
+    # raises for --fp16-adam-stats without apex; no second adam can be registered (optim.py)
+    "fairseq.optim.adam.FairseqAdam.__init__": _by(optim.init_adam),
+    # is the point at which a run that was asked to stop (SIGUSR1) has saved all
+    "fairseq_cli.train.validate_and_save": _by(requeue.validate_and_save),
+    # assumes that ranks do not need each other; here it keeps them in step
+    "fairseq_cli.eval_lm.eval_lm": _by(evaluation.eval_lm),
+    # connects no processes; those that share experts become one job (programs/generation.py)
+    "fairseq_cli.generate.main": _by(generation.generate),
+    # errors/excepthook.py replaces these three, in fairseq's programs
+    # prints up to 199 lines of usage; here one
+    "argparse.ArgumentParser.error": None,
+    # ends before the options of an architecture are known; here it says how to find them
+    "argparse.ArgumentParser.format_help": None,
+    # prints a traceback per rank for a user's error; here one line
+    "sys.excepthook": None,
+}
 # Fairseq's programs also get handlers of SIGINT (excepthook.py) and SIGUSR1 (requeue.py), and
 # filters of known log lines (log_filters.py).

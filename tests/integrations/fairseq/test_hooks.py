@@ -41,11 +41,10 @@ print(json.dumps([changed, new]))
 
 def test_the_table_names_all_that_is_replaced():
     changed, _ = json.loads(run([sys.executable, "-c", PROGRAM]).splitlines()[-1])
-    assert sorted(changed) == sorted(row.where for row in TABLE), changed
+    assert sorted(changed) == sorted(TABLE), changed
 
 
-def test_every_row_has_its_reason():
-    assert all(len(row.why) > 20 for row in TABLE)
+def test_the_pages_count_the_rows():
     for room in ("integrations/fairseq/options", "integrations/fairseq"):
         text = (ROOT / "fairseq_tutel" / room / "README.md").read_text(encoding="utf-8")
         assert f"{len(TABLE)} attributes" in text
