@@ -5,8 +5,7 @@ threads then take an expert each in place of half a product. Rows of one expert 
 parts that fit into the cache, so that the activation finds there what the product before it left.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,27 +59,15 @@ def sum_rows(d_gNA: Tensor, d_bias_gA: Tensor) -> None:
         torch.sum(d_gNA, 1, dtype=d_bias_gA.dtype, out=d_bias_gA)
 
 
-@dataclass(frozen=True)
 class Network:
     """The network that all experts have; see :func:`fairseq_tutel.ops.expert_ffn`.
 
-    Products are rounded to ``dtype``. Everything else is computed in ``acc``. Parameters below are
-    fc1's weight and bias and fc2's, of all experts; biases may be None.
+    Products are rounded to ``dtype``, that of the rows. Everything else is computed in ``acc``,
+    fp32 for halves. Parameters are fc1's weight and bias and fc2's; biases may be None.
     """
 
-    hidden_dim: int
-    num_planes: int  # p, values per hidden unit before the activation: 2 (gate and up) or 1
-    activation: Callable[[Tensor, Tensor], Tensor]
-    activation_bwd: Callable[[Tensor, Tensor, Tensor], Tensor]
-    dropout_p: tuple[float, float]  # after the activation and after fc2
-    seed: int
-    dtype: torch.dtype  # of the rows
-    acc: torch.dtype  # fp32 for halves, else the same
-    fp8: bool = False  # the forward pass multiplies values that are rounded to e4m3
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         rows: Tensor,
         hidden_dim: int,
         *,
@@ -88,18 +75,13 @@ class Network:
         dropout_p: tuple[float, float] = (0.0, 0.0),
         seed: Tensor | None = None,
         fp8: bool = False,
-    ) -> "Network":
-        """Return the network for the options of a backend's function."""
-        return cls(
-            hidden_dim,
-            2 if activation in GATES else 1,
-            *ACTIVATIONS[GATES.get(activation, activation)],
-            dropout_p,
-            0 if seed is None else int(seed),
-            rows.dtype,
-            acc_dtype(rows.dtype),
-            fp8,
-        )
+    ):
+        self.hidden_dim, self.dropout_p, self.fp8 = hidden_dim, dropout_p, fp8
+        # p, values per hidden unit before the activation: gate and up, or one
+        self.num_planes = 2 if activation in GATES else 1
+        self.activation, self.activation_bwd = ACTIVATIONS[GATES.get(activation, activation)]
+        self.seed = 0 if seed is None else int(seed)
+        self.dtype, self.acc = rows.dtype, acc_dtype(rows.dtype)
 
     def planes(self, wide_RF: Tensor) -> Tensor:
         """View a buffer (R, p F) as p planes (p, R, F).
@@ -118,11 +100,7 @@ class Network:
         saved_pRF: Tensor | None,
         active_RF: Tensor | None,
     ) -> None:
-        """Compute the output of a group's rows.
-
-        ``saved_pRF`` keeps fc1's products for the backward pass, and ``active_RF`` fc2's input;
-        None keeps nothing.
-        """
+        """Compute the output of a group's rows; keep fc1's products and fc2's input unless None."""
         w1, b1, w2, b2 = of_group(params, group)
         if self.fp8:
             w1, w2 = rounded_rows(w1), rounded_rows(w2)
@@ -157,9 +135,7 @@ class Network:
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradient of a group's rows, unless ``d_rows_RM`` is None.
 
-        Returns:
-            gradients of fc2's output before dropout, (g, N, M), and of fc1's output, (g, N, p F),
-            in the dtype of the rows.
+        Return those of fc2's output before dropout, (g, N, M), and of fc1's, (g, N, p F).
         """
         w1, b1, w2, _ = of_group(params, group)
         d_fc2 = group.split(d_out_RM)
@@ -174,10 +150,7 @@ class Network:
             d_active = torch.bmm(d_y, w2).to(self.acc)
             if keep_active is not None:
                 d_active.mul_(keep_active)
-            z = [
-                self._widened(group.split(plane)[:, part], bias)
-                for plane, bias in zip(saved_pRF, self._split(b1), strict=True)
-            ]
+            z = self._saved(group, part, saved_pRF, b1)
             self._activate_bwd(d_active, z, d_z)
             if d_rows_RM is not None:
                 torch.bmm(d_z, w1, out=group.split(d_rows_RM)[:, part])
@@ -214,6 +187,13 @@ class Network:
         """Return fc1's output in ``acc``, plane by plane; ``buffers`` hold the products."""
         sides = zip(self._split(w1), self._split(b1), buffers, strict=True)
         return [self._linear(x, weight, bias, buffer) for weight, bias, buffer in sides]
+
+    def _saved(
+        self, group: Group, part: slice, saved_pRF: Tensor, b1: Tensor | None
+    ) -> list[Tensor]:
+        """Return fc1's output in ``acc`` from the products that :meth:`forward` kept."""
+        planes = zip(saved_pRF, self._split(b1), strict=True)
+        return [self._widened(group.split(plane)[:, part], bias) for plane, bias in planes]
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` in ``acc``; ``out`` holds the product, and is returned if
@@ -271,6 +251,19 @@ class Network:
                     keep = out.new_empty((*out.shape[:2], width), dtype=self.acc)
                     masks[side] = keep.bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)
         return masks[0], masks[1]
+
+
+def sum_params(group: Group, values: Sequence[Tensor], d_params: Sequence[Tensor]) -> None:
+    """Write the gradients of a group's parameters.
+
+    One product over all rows of an expert is rounded once in half precision.
+    """
+    d_fc2, d_fc1, x, active = values
+    d_w1, d_b1, d_w2, d_b2 = (d[group.experts] for d in d_params)
+    torch.bmm(d_fc2.mT, active, out=d_w2)
+    torch.bmm(d_fc1.mT, x, out=d_w1)
+    sum_rows(d_fc1, d_b1)
+    sum_rows(d_fc2, d_b2)
 
 
 def of_group(params: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:

@@ -29,7 +29,7 @@ def expert_chunk_bwd(
         none.
     """
     d_out_RM, hidden_dim = d_out.reshape(-1, d_out.shape[-1]), params[2].shape[-1]
-    network = Network.of(d_out, hidden_dim, **options)
+    network = Network(d_out, hidden_dim, **options)
     d_rows = empty(d_out, d_out.shape if needs_rows else (0,))
     d_rows_RM = d_rows.view(d_out_RM.shape) if needs_rows else None
     d_fc2_RM = d_out_RM if network.dropout_p[1] == 0 else torch.empty_like(d_out_RM)

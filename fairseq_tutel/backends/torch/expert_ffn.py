@@ -8,10 +8,9 @@ same bits if a row of hidden values is a multiple of 64 bytes: torch's products 
 depend on where a buffer begins.
 """
 
-import torch
 from torch import Tensor
 
-from ._expert_rows import Network, groups_of, sum_rows
+from ._expert_rows import Network, groups_of, sum_params
 from ._memory import empty
 
 
@@ -29,7 +28,7 @@ def expert_ffn_fwd(
     NOTE: on a GPU the host waits for offsets and seed.
 
     Rows, parameters and offsets are those of :func:`fairseq_tutel.ops.expert_ffn`; the other
-    options are those of :meth:`._expert_rows.Network.of`.
+    options are those of :class:`._expert_rows.Network`.
 
     Returns:
         out: like rows; rows past the last expert's are unspecified.
@@ -39,7 +38,7 @@ def expert_ffn_fwd(
     """
     fc1_weight, _, fc2_weight, _ = params
     _, model_dim, hidden_dim = fc2_weight.shape
-    network = Network.of(rows, hidden_dim, **options)
+    network = Network(rows, hidden_dim, **options)
     rows_RM = rows.reshape(-1, model_dim)
     # contiguous, as the operator promises, and no view: callers may change it in place
     out = empty(rows, rows.shape)
@@ -73,7 +72,7 @@ def expert_ffn_bwd(
     and ``active_RF`` are the second and third value of the forward pass.
     """
     _, model_dim, hidden_dim = params[2].shape
-    network = Network.of(rows, hidden_dim, **options)
+    network = Network(rows, hidden_dim, **options)
     rows_RM, d_out_RM = rows.reshape(-1, model_dim), d_out.reshape(-1, model_dim)
     saved_pRF = network.planes(saved)
     d_rows = empty(rows, rows.shape if needs_rows else (0,))
@@ -82,11 +81,7 @@ def expert_ffn_bwd(
     d_b1, d_b2 = network.bias_gradients(params, needs_params)
     for group in groups_of(rows, hidden_dim, offsets):
         d_fc2, d_fc1 = network.backward(group, params, d_out_RM, saved_pRF, d_rows_RM)
-        experts = group.experts
         if needs_params:
-            # one product over all rows of an expert: in half precision it is rounded once
-            torch.bmm(d_fc2.mT, group.split(active_RF), out=d_w2[experts])
-            torch.bmm(d_fc1.mT, group.split(rows_RM), out=d_w1[experts])
-            sum_rows(d_fc1, d_b1[experts])
-            sum_rows(d_fc2, d_b2[experts])
+            values = d_fc2, d_fc1, group.split(rows_RM), group.split(active_RF)
+            sum_params(group, values, (d_w1, d_b1, d_w2, d_b2))
     return d_rows, d_w1, d_b1.to(rows.dtype), d_w2, d_b2.to(rows.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._fp8 import rounded_rows
 from .._weights import row_weights
-from ._expert_rows import Group, Network, groups_of, of_group, sum_rows
+from ._expert_rows import Group, Network, groups_of, of_group, sum_params, sum_rows
 from ._memory import empty
 from .dispatch import dispatch_bwd, dispatch_fwd, zero_unused
 
@@ -64,8 +64,7 @@ class _LeanNetwork(Network):
                 x = x_gNM[:, part]
                 z = self._first(x, w1_rounded, b1, self._buffers(x))
             else:
-                planes = zip(saved_pRF, self._split(b1), strict=True)
-                z = [self._widened(group.split(plane)[:, part], bias) for plane, bias in planes]
+                z = self._saved(group, part, saved_pRF, b1)
             d_active = torch.bmm(dy, w2).to(self.acc)
             if keep_active is not None:
                 d_active.mul_(keep_active)
@@ -136,7 +135,7 @@ def lean_ffn_bwd(
         for one that is not needed, and for a bias that is not there.
     """
     (num_rows,), (experts, model_dim, hidden_dim) = src_pair_R.shape, params[2].shape
-    network = _LeanNetwork.of(x_TM, hidden_dim, **options)
+    network = _LeanNetwork(x_TM, hidden_dim, **options)
     weight_R = row_weights(topk_weight_TK, src_pair_R, network.acc)
     saved_pRF = network.planes(saved) if len(saved) else None
     d_rows_RM = empty(x_TM, (num_rows if needs_x else 0, model_dim))
@@ -153,7 +152,7 @@ def lean_ffn_bwd(
             group, params, x, dy, weights[0], saved_pRF, weights[1], d_rows
         )
         if needs_params:
-            _sum_params(group, (d_fc2, d_fc1, x, active), (d_w1, d_b1, d_w2, d_b2))
+            sum_params(group, (d_fc2, d_fc1, x, active), (d_w1, d_b1, d_w2, d_b2))
     d_weight_TK = d_weight_R[dest_row_TK.long()].to(topk_weight_TK.dtype)
     d_x_TM = dispatch_bwd(d_rows_RM, dest_row_TK) if needs_x else d_rows_RM.view(-1)
     return d_x_TM, d_weight_TK, d_w1, d_b1.to(x_TM.dtype), d_w2, d_b2.to(x_TM.dtype)
@@ -178,7 +177,7 @@ def lean_chunk_bwd(
         ``dy``, and of fc1's, (R, p F); fc2's input (R, F); gradients of the biases in fp32 (fp64).
     """
     model_dim, hidden_dim = params[2].shape[1:]
-    network = _LeanNetwork.of(dy, hidden_dim, **options)
+    network = _LeanNetwork(dy, hidden_dim, **options)
     dy_RM, rows_RM = dy.reshape(-1, model_dim), rows.reshape(-1, model_dim)
     num_rows = len(dy_RM)
     saved_pRF = network.planes(saved) if len(saved) else None
@@ -206,13 +205,3 @@ def _gatherer(dest_row_TK: Tensor, src_pair_R: Tensor) -> Callable[[Tensor, slic
         return lambda x_TM, rows: dispatch_fwd(x_TM, dest_row_TK, src_pair_R[rows])
     token_R = src_pair_R.clamp(min=0).long() // dest_row_TK.shape[1]
     return lambda x_TM, rows: zero_unused(x_TM.index_select(0, token_R[rows]), src_pair_R[rows])
-
-
-def _sum_params(group: Group, values: Sequence[Tensor], d_params: Sequence[Tensor]) -> None:
-    """Write the gradients of a group's parameters: sums over all rows of an expert."""
-    d_fc2, d_fc1, x, active = values
-    d_w1, d_b1, d_w2, d_b2 = (d[group.experts] for d in d_params)
-    torch.bmm(d_fc2.mT, active, out=d_w2)
-    torch.bmm(d_fc1.mT, x, out=d_w1)
-    sum_rows(d_fc1, d_b1)
-    sum_rows(d_fc2, d_b2)

@@ -22,34 +22,3 @@ from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
 from .token_ffn import token_ffn_bwd, token_ffn_fwd
 from .wire import decode_rows, encode_rows
-
-__all__ = [
-    "adam16_maxima",
-    "adam16_step_",
-    "adam16_steps_",
-    "assign_rows_bwd",
-    "assign_rows_fwd",
-    "assign_slots",
-    "bias_act_bwd",
-    "bias_act_fwd",
-    "combine_bwd",
-    "combine_fwd",
-    "decode_rows",
-    "dispatch_bwd",
-    "dispatch_fwd",
-    "encode_rows",
-    "expert_chunk_bwd",
-    "expert_chunks_bwd_params",
-    "expert_ffn_bwd",
-    "expert_ffn_fwd",
-    "gate_logits_bwd",
-    "gate_logits_fwd",
-    "lean_chunk_bwd",
-    "lean_ffn_bwd",
-    "low_rank_bwd",
-    "scaled_dot_fwd",
-    "token_ffn_bwd",
-    "token_ffn_fwd",
-    "topk_gating_bwd",
-    "topk_gating_fwd",
-]

@@ -290,15 +290,7 @@ class _State(NamedTuple):
 
 
 def adam16_steps_(
-    states: Sequence[Sequence[Tensor]],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_multiplier: Tensor,
+    states: Sequence[Sequence[Tensor]], *, grad_multiplier: Tensor, **numbers: float
 ) -> None:
     """Apply ``adam16_steps_`` of ``backends.torch`` in one launch."""
     checked_states = [_State(*state).checked() for state in states]
@@ -310,10 +302,7 @@ def adam16_steps_(
         _adam16_small_kernel[(len(rows),)](
             table,
             grad_multiplier,
-            lr * math.sqrt(1 - beta2**step) / (1 - beta1**step),
-            lr * weight_decay,
-            *_betas(beta1, beta2),
-            eps,
+            *_numbers(**numbers),
             PARAM=_TYPES[first.param.dtype],
             GRAD=_TYPES[first.grad.dtype],
             BLOCK=ADAM_BLOCK,
@@ -330,15 +319,7 @@ def adam16_maxima(*tensors: Tensor, beta1: float, beta2: float, grad_multiplier:
 
 
 def adam16_step_(
-    *tensors: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_multiplier: Tensor,
-    maxima: Tensor | None = None,
+    *tensors: Tensor, grad_multiplier: Tensor, maxima: Tensor | None = None, **numbers: float
 ) -> tuple[Tensor, Tensor]:
     """Apply ``adam16_step_`` of ``backends.torch`` (same arguments, results, rounding)."""
     state = _State(*tensors).checked()
@@ -347,7 +328,7 @@ def adam16_step_(
         return torch.ones_like(scales[0]), torch.ones_like(scales[1])
     new_scales = torch.empty_like(scales[0]), torch.empty_like(scales[1])
     if maxima is None:
-        max_bits = _max_bits(state, beta1, beta2, grad_multiplier)
+        max_bits = _max_bits(state, numbers["beta1"], numbers["beta2"], grad_multiplier)
     else:
         shape = (2, state.num_slices)
         maxima = checked("maxima", maxima, shape, FP32, state.param.device)
@@ -362,16 +343,21 @@ def adam16_step_(
             grad_multiplier,
             state.num_elements,
             num_programs,
-            lr * math.sqrt(1 - beta2**step) / (1 - beta1**step),
-            lr * weight_decay,
-            *_betas(beta1, beta2),
-            eps,
+            *_numbers(**numbers),
             BLOCK=ADAM_BLOCK,
             BLOCK_P=next_power_of_2(num_programs),
             BLOCKS=ADAM_BLOCKS,
             num_warps=8,
         )
     return new_scales
+
+
+def _numbers(
+    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
+) -> tuple[float, ...]:
+    """Return the numbers of a step, from ``step_size`` to ``eps``, in the order of the kernels."""
+    step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    return step_size, lr * weight_decay, *_betas(beta1, beta2), eps
 
 
 def _betas(beta1: float, beta2: float) -> tuple[float, ...]:
