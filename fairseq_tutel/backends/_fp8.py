@@ -11,13 +11,8 @@ _TINY = torch.finfo(torch.float32).tiny
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x`` in e4m3 and the scale of each row: ``x`` is about ``quantized * scale``.
 
-    The largest value of a row becomes 448. A row with a value that is not finite becomes NaN.
-
-    Args:
-        x: (..., A), fp32, fp16 or bf16.
-
-    Returns:
-        (..., A) e4m3, and (...) fp32.
+    (..., A) -> (..., A) e4m3, and (...) fp32. The largest value of a row becomes 448. A row with a
+    value that is not finite becomes NaN.
     """
     wide = x.float()
     scale = (wide.abs().amax(-1) / _LARGEST).clamp_(min=_TINY)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,18 +41,6 @@ class StepSettings:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-class Timer(Protocol):
-    """Timer of a part of each layer in both passes; :mod:`fairseq_tutel.tuning` has one."""
-
-    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the input to use in place of x, and a span for :meth:`end`."""
-        ...
-
-    def end(self, y: torch.Tensor, span: Any) -> torch.Tensor:
-        """Return the output to use in place of y."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepAgreement:
     """Values that the ranks of an exchange group (with slices: all ranks) share in a forward pass.
@@ -61,14 +49,15 @@ class StepAgreement:
         num_tokens: largest number of tokens of any rank; capacities follow from it.
         settings: the compared settings; None if the agreement was made by hand and is not checked.
         exchange: exchange for the layers to use in place of their own; None keeps their own.
-        timer: timer of the layers from dispatch to combine; None measures nothing.
+        timer: RegionTimer (:mod:`fairseq_tutel.tuning.timer`) of the layers from dispatch to
+            combine; None measures nothing.
         draw: random number of the first rank, for equal draws on all ranks; None draws nothing.
     """
 
     num_tokens: int
     settings: StepSettings | None = None
     exchange: ExchangeConfig | None = None
-    timer: Timer | None = None
+    timer: Any = None
     draw: int | None = None
 
 
@@ -89,9 +78,6 @@ def sync_step(
         settings (StepSettings): values that must agree, from ``MoELayer.step_settings``. None on
             all ranks compares nothing.
         groups (ExpertParallelGroups): placement of the experts.
-
-    Returns:
-        StepAgreement: the agreed values.
 
     Raises:
         ValueError: a value differs; the message lists the ranks by value.
@@ -136,12 +122,8 @@ def sync_stacks_of_all(
 ) -> tuple[list[StepAgreement], list[list[int]]]:
     """Agree as :func:`sync_stacks`, and gather integers of all ranks of the job. Collective.
 
-    Args:
-        counts, settings, groups: see :func:`sync_stacks`.
-        words: integers of this rank, equally many on every rank.
-
-    Returns:
-        The agreements, on the tokens of the exchange group; and ``[*counts, *words]`` of each rank.
+    Every rank gives equally many ``words``. Return the agreements, on the tokens of the exchange
+    group, and ``[*counts, *words]`` of each rank.
     """
     everyone = groups.ep_size == groups.world_size or groups.num_slices > 1
     group = groups.control_group if everyone else None  # None: the default group

@@ -97,11 +97,7 @@ def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> li
 
 
 def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 0) -> None:
-    """Compare one setting of the ranks ``first_rank``, ``first_rank + 1``, ...
-
-    Raises:
-        ValueError: the values differ; the message lists the ranks by value.
-    """
+    """Raise ValueError if a setting of the ranks from ``first_rank`` on differs; list them."""
     ranks_by_value: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values, start=first_rank):
         ranks_by_value.setdefault(value, []).append(rank)
@@ -117,10 +113,8 @@ def compare_settings(
 ) -> None:
     """Compare settings of the ranks of a group by name. Collective; all ranks have the same names.
 
-    ``first_rank`` is the number of the group's first rank among all ranks.
-
-    Raises:
-        ValueError: a setting differs; see :func:`refuse_differences`.
+    ``first_rank`` is the number of the group's first rank among all ranks. ValueError is raised by
+    :func:`refuse_differences`.
     """
     texts = gather_texts(json.dumps(list(settings.values())), group)
     by_name = zip(*(json.loads(text or "") for text in texts), strict=True)

@@ -19,7 +19,7 @@ from .chunks import arrange, to_parts
 from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, ExpertRows, Experts
 from .helped_experts import balanced
-from .lean import keeps_less, through_lean
+from .lean import LeanCall, keeps_less, through_lean
 from .overlap import overlapped
 from .routing import Routing
 from .source_dropout import SourceDropout
@@ -55,8 +55,8 @@ def dispatch_and_combine(
         routing, experts, counted = balanced(routing, experts, choice, x_TM, record)
     maps, chunks = arrange(routing, exchange, choice.overlap_degree, counted)
     if lean and prepared is not None:
-        how = experts, exchange, prepared, record, drop, parallelism.is_replicated
-        return through_lean(x_TM, routing, maps, chunks, *how)
+        call = LeanCall(experts, prepared, chunks, maps, exchange, record, drop)
+        return through_lean(x_TM, routing, call, late_bias=parallelism.is_replicated)
     chunk = chunks[0]
     if len(chunks) > 1:
         out = overlapped(ops.dispatch(x_TM, *maps), chunks, experts, exchange, prepared, record)

@@ -38,61 +38,53 @@ def keeps_less(experts: torch.nn.Module) -> TypeGuard[Experts]:
     return less and torch.is_grad_enabled() and not is_observed(experts)
 
 
-def through_lean(
-    x_TM: torch.Tensor,
-    routing: Routing,
-    maps: tuple[torch.Tensor, torch.Tensor],
-    chunks: Sequence[Chunk],
-    experts: Experts,
-    exchange: Exchange,
-    prepared: PreparedExperts,
-    record: ExchangeRecord | None,
-    drop: SourceDropout | None,
-    late_bias: bool,
-) -> torch.Tensor:
-    """Dispatch tokens to their experts, compute and combine, [T, M]. Differentiable.
-
-    ``maps`` are in the order in which rows are sent. ``late_bias`` lets combine add the experts'
-    last bias if there is one rank. Other arguments are those of ``dispatch_and_combine``.
-    """
-    weight_TK = routing.topk_weight_TK
-    if exchange.groups.ep_size == 1 and drop is None:
-        (chunk,) = chunks
-        how = {"offsets": chunk.offsets, "late_bias": late_bias}
-        return experts.compute_lean(prepared, x_TM, weight_TK, *maps, routing.expert_TK, **how)
-    return _between_ranks(x_TM, weight_TK, maps, chunks, experts, exchange, prepared, record, drop)
-
-
-@untraced  # a trace sees neither collectives nor threads
-def _between_ranks(x_TM, weight_TK, maps, chunks, experts, exchange, prepared, record, drop):
-    stream = stream_of(x_TM.device)
-    link = Link(exchange, stream, record)
-    plain = Link(Exchange(exchange.algorithm), stream, None)
-    call = _Call(experts, prepared._replace(params=()), chunks, link, plain, maps, drop)
-    return _ThroughLean.apply(x_TM, weight_TK, call, *prepared.params)
-
-
-class _Call(NamedTuple):
-    """Arguments of a call that are not differentiable tensors."""
+class LeanCall(NamedTuple):
+    """Arguments of a call beside tokens and routing, as in ``dispatch_and_combine``."""
 
     experts: Experts
-    prepared: PreparedExperts  # its parameters are given separately
+    prepared: PreparedExperts
     chunks: Sequence[Chunk]
-    link: Link
-    plain: Link  # carries weights, without a wire format
-    maps: tuple[torch.Tensor, torch.Tensor]
+    maps: tuple[torch.Tensor, torch.Tensor]  # in the order in which rows are sent
+    exchange: Exchange
+    record: ExchangeRecord | None
     drop: SourceDropout | None
 
     def dropped(self, out_RM: torch.Tensor) -> torch.Tensor:
         return out_RM if self.drop is None else self.drop(out_RM, *self.maps)
 
 
+def through_lean(
+    x_TM: torch.Tensor, routing: Routing, call: LeanCall, late_bias: bool
+) -> torch.Tensor:
+    """Dispatch tokens to their experts, compute and combine, [T, M]. Differentiable.
+
+    ``late_bias`` lets combine add the experts' last bias if there is one rank.
+    """
+    weight_TK, prepared = routing.topk_weight_TK, call.prepared
+    if call.exchange.groups.ep_size == 1 and call.drop is None:
+        (chunk,) = call.chunks
+        how = {"offsets": chunk.offsets, "late_bias": late_bias}
+        pairs = weight_TK, *call.maps, routing.expert_TK
+        return call.experts.compute_lean(prepared, x_TM, *pairs, **how)
+    return _between_ranks(x_TM, weight_TK, call)
+
+
+@untraced  # a trace sees neither collectives nor threads
+def _between_ranks(x_TM, weight_TK, call):
+    stream, params = stream_of(x_TM.device), call.prepared.params
+    # the second link carries weights, without a wire format
+    plain = Link(Exchange(call.exchange.algorithm), stream, None)
+    links = Link(call.exchange, stream, call.record), plain
+    call = call._replace(prepared=call.prepared._replace(params=()))
+    return _ThroughLean.apply(x_TM, weight_TK, call, links, *params)
+
+
 class _ThroughLean(torch.autograd.Function):
     """Dispatch, exchanges, experts and combine of one call."""
 
     @staticmethod
-    def forward(ctx, x_TM, topk_weight_TK, call, *params):
-        ctx.call, link = call, call.link
+    def forward(ctx, x_TM, topk_weight_TK, call, links, *params):
+        ctx.call, ctx.links, (link, _) = call, links, links
         prepared = call.prepared._replace(params=params)
         rows_RM = ops.dispatch(x_TM, *call.maps)
         out_RM = torch.empty_like(rows_RM)
@@ -114,8 +106,8 @@ class _ThroughLean(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_TM):
-        call, bank, link, plain = ctx.call, ctx.call.experts, ctx.call.link, ctx.call.plain
-        needs_x, needs_weight, _, *needs = ctx.needs_input_grad
+        call, bank, (link, plain) = ctx.call, ctx.call.experts, ctx.links
+        needs_x, needs_weight, _, _, *needs = ctx.needs_input_grad
         x_TM, topk_weight_TK, *tensors = ctx.saved_tensors
         prepared = call.prepared._replace(params=tuple(tensors[: len(needs)]))
         states = iter(split_states(tensors[len(needs) :], len(call.chunks))[::-1])
@@ -157,4 +149,4 @@ class _ThroughLean(torch.autograd.Function):
         _, _, d_params = pipeline(call.chunks[::-1], send, compute, send_back, meanwhile)
         d_x_TM = ops.dispatch_bwd(d_rows_RM, dest_row_TK) if needs_x else None
         d_weight_TK = ops.pair_values(d_weight_R1[:, 0], dest_row_TK) if needs_weight else None
-        return d_x_TM, d_weight_TK, None, *needed_gradients(d_params, needs)
+        return d_x_TM, d_weight_TK, None, None, *needed_gradients(d_params, needs)

@@ -73,10 +73,8 @@ def load_importance_loss(
 
     Shazeer et al., arXiv 1701.06538, section 4 and appendix A. The importance of an expert is the
     sum of its gate values. Its load is the expected number of tokens, each with probability
-    ``Phi((clean logit - threshold) / noise_std)``.
-
-    All values are fp32 with gradient: gate distribution, logits before noise, and noisy logit of
-    the K-th choice. Tokens of ``pad_T``, bool, do not count.
+    ``Phi((clean logit - threshold) / noise_std)``; the threshold is the noisy logit of the K-th
+    choice. All values are fp32 with gradient. Tokens of ``pad_T``, bool, do not count.
     """
     chosen_TE = torch.special.ndtr((clean_logits_TE - threshold_T[:, None]) / noise_std)
     if pad_T is not None:

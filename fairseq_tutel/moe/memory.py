@@ -70,15 +70,10 @@ def routed_bytes(
 ) -> RoutedBytes:
     """Return the bytes for T tokens of this rank.
 
-    Args:
-        outputs: logits per token, E and the null experts.
-        rows: R of the dispatch buffer (:meth:`~fairseq_tutel.config.MoEConfig.dispatch_rows`).
-        destinations: ranks that each row goes to.
-        hidden: numbers per row before and after the activation of a whole expert.
-        hidden_dim: F, the numbers after the activation.
-        shared_dim: hidden dimension of the shared expert, or 0.
-        element: bytes of a number.
-        communicates: whether rows come from other ranks; ``lean`` then keeps them.
+    ``outputs`` are logits per token; ``rows`` those of the dispatch buffer, each of which goes to
+    ``destinations`` ranks; ``hidden`` numbers per row before and after the activation of a whole
+    expert, ``hidden_dim`` after it; ``element`` bytes of a number. If rows come from other ranks,
+    ``lean`` keeps them.
     """
     buffer, all_hidden = rows * destinations * element * model_dim, rows * element * hidden
     kept_rows, kept_hidden = 2 * buffer, all_hidden

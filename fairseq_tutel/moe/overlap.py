@@ -94,13 +94,9 @@ def pipeline(
     they write into its memory. If an exchange fails, its error is raised at once: the exchanges
     behind it may never end.
 
-    Args:
-        send, send_back: start the exchanges of a chunk, or of its results; return their handles.
-        compute: maps a chunk and what arrived to what is sent back, and to what is kept.
-        meanwhile: maps the list of all that was kept to a result, while the last results travel.
-
-    Returns:
-        What arrived back, what was kept of each chunk, and the result of ``meanwhile``.
+    ``send`` and ``send_back`` start exchanges and return their handles. ``compute`` maps a chunk
+    and what arrived to what is sent back and what is kept. ``meanwhile`` maps all that was kept to
+    a result, while the last results travel. Return what came back, what was kept, that result.
     """
     going = [list(send(chunk)) for chunk in chunks]
     coming, kept, last = [], [], None

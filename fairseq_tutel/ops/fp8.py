@@ -13,11 +13,7 @@ FP8_MULTIPLE = 16
 
 @functools.cache
 def check_fp8(device: torch.device) -> None:
-    """Refuse a GPU without grouped fp8 products; warn once that a CPU emulates them.
-
-    Raises:
-        ValueError: the GPU is older than Hopper or not NVIDIA's.
-    """
+    """Raise ValueError for a GPU without grouped fp8 products; warn once of emulation on a CPU."""
     if device.type == "cpu":
         logger.warning(
             "fp8 experts are emulated on a CPU: values are rounded to e4m3 and multiplied as before"

@@ -30,8 +30,7 @@ def average_expert_grad(
 ) -> torch.Tensor:
     """Return the mean over all ranks of one expert gradient, as DDP does for dense gradients.
 
-    Collective if other ranks hold the parameter. ``copies`` is the number of its ranks (default:
-    those of its expert).
+    Collective if other ranks hold the parameter (``copies``; default: as many as its expert).
     """
     if groups.world_size == 1 or groups.simulated:
         return grad

@@ -100,9 +100,8 @@ class ExchangeTuner:
         """Agree on a pass through several stacks of the layers, such as an encoder and a decoder.
 
         All stacks use one exchange, chosen for the largest number of tokens. ``counts`` are this
-        rank's tokens for each stack, ``dtype`` is that of the experts' rows; ``top_k`` and
-        ``capacity_factor`` are arguments of the layers' calls (default None: the layers' own).
-        Return an agreement for each stack.
+        rank's tokens for each stack, ``dtype`` is that of the experts' rows; other arguments are
+        those of the layers' calls. Return an agreement for each stack.
         """
         layer = self._layer
         settings = layer.step_settings(dtype, top_k=top_k, capacity_factor=capacity_factor)

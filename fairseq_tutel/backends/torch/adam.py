@@ -45,14 +45,9 @@ HALF_SUBNORMAL_STEP = 2.0**-24
 
 
 def scale_of_max(max_Q: Tensor) -> Tensor:
-    """Return the scale of each slice for its largest magnitude.
+    """Return the scale of each slice, [Q] fp32, for its largest magnitude, finite fp32.
 
-    Args:
-        max_Q: [Q] fp32, finite, not negative.
-
-    Returns:
-        [Q] fp32 powers of two s, at least 2**-126, with max / s in [2**14, 2**15); 1 for a maximum
-        of zero.
+    Scales are powers of two s, at least 2**-126, with max / s in [2**14, 2**15); 1 for zero.
     """
     exponent_Q = max_Q.view(torch.int32) >> 23
     scale_Q = ((exponent_Q - TARGET_EXPONENT).clamp(min=1) << 23).view(torch.float32)

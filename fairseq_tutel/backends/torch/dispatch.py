@@ -1,7 +1,6 @@
-"""Dispatch of tokens to expert rows, and back, in plain torch.
+"""Dispatch of tokens to expert rows, and back, in plain torch; see ``ops/dispatch.py``.
 
-``dest_row_TK`` maps a (token, choice) pair to its row (-1 = dropped) and ``src_pair_R`` is its
-inverse (-1 = unused row). No T x E x C tensor appears: cost and memory are O((T K + R) M).
+No T x E x C tensor appears: cost and memory are O((T K + R) M).
 """
 
 import torch

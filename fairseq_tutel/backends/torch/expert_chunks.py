@@ -23,10 +23,8 @@ def expert_chunk_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``expert_ffn_fwd``, but those of weights.
 
-    Returns:
-        d_rows like ``d_out``, (0,) unless needed; gradients of fc2's output before dropout, like
-        ``d_out``, and of fc1's, (R, p F); gradients of the biases in fp32 (fp64), (0,) if there is
-        none.
+    They are d_rows like ``d_out``, (0,) unless needed; those of fc2's output before dropout, like
+    ``d_out``, and of fc1's, (R, p F); those of the biases in fp32 (fp64), (0,) if there is none.
     """
     d_out_RM, hidden_dim = d_out.reshape(-1, d_out.shape[-1]), params[2].shape[-1]
     network = Network(d_out, hidden_dim, **options)

@@ -43,11 +43,10 @@ class _LeanNetwork(Network):
         d_weight_gN: Tensor,
         d_rows_gNM: Tensor | None,
     ) -> _Gradients:
-        """Compute the gradients of a group's weighted outputs.
+        """Compute the gradients of a group's weighted outputs; write those of weights and rows.
 
         ``dy_gNM`` is the gradient of their sum for each row. ``saved_pRF`` are fc1's products; None
-        to compute them again. The gradients of weights and rows, the latter unless None, are
-        written.
+        to compute them again.
         """
         w1, b1, w2, b2 = of_group(params, group)
         w1_rounded = rounded_rows(w1) if self.fp8 and saved_pRF is None else w1
@@ -85,9 +84,7 @@ class _LeanNetwork(Network):
         """Write the activation, and the gradient of z times the rows' weights, (g, N, p F).
 
         ``d_active`` is the gradient of the activation without the weights; it is overwritten.
-
-        Returns:
-            (g, N), gradient of the weights but for fc2's bias.
+        Return the gradient of the weights but for fc2's bias, (g, N).
         """
         gate, *up = z
         same_dtype = active.dtype == self.acc
@@ -128,11 +125,8 @@ def lean_ffn_bwd(
     """Return the gradients of ``combine(expert_ffn(dispatch(x)))``.
 
     ``saved`` is the second value of ``expert_ffn_fwd``, (R, p F), or (0, p F): fc1 is applied
-    again. NOTE: on a GPU the host waits for offsets and seed.
-
-    Returns:
-        d_x (T, M), d_weight (T, K), and the gradients of fc1's weight and bias and of fc2's; (0,)
-        for one that is not needed, and for a bias that is not there.
+    again. Return d_x (T, M), d_weight (T, K), and the gradients of fc1's weight and bias and of
+    fc2's, (0,) if not needed or no bias. NOTE: on a GPU the host waits for offsets and seed.
     """
     (num_rows,), (experts, model_dim, hidden_dim) = src_pair_R.shape, params[2].shape
     network = _LeanNetwork(x_TM, hidden_dim, **options)
@@ -170,11 +164,9 @@ def lean_chunk_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of rows times their weights, but those of fc1's and fc2's weights.
 
-    ``dy`` is the gradient of the weighted outputs' sum, for each row, like ``rows``.
-
-    Returns:
-        d_rows like ``dy``, (0,) unless needed; d_weight (R,); gradients of fc2's output like
-        ``dy``, and of fc1's, (R, p F); fc2's input (R, F); gradients of the biases in fp32 (fp64).
+    ``dy`` is the gradient of the weighted outputs' sum, for each row, like ``rows``. Return d_rows
+    like ``dy``, (0,) unless needed; d_weight (R,); gradients of fc2's output like ``dy``, and of
+    fc1's, (R, p F); fc2's input (R, F); gradients of the biases in fp32 (fp64).
     """
     model_dim, hidden_dim = params[2].shape[1:]
     network = _LeanNetwork(dy, hidden_dim, **options)

@@ -240,9 +240,6 @@ def rows_product(
         weight_eAB: (e, A, B) of the same dtype, with any strides.
         offsets: (e,) int32, ascending: the end row of each expert.
         source: where rows are among the tokens (default None: ``rows_RA`` holds the rows).
-
-    Raises:
-        ValueError: a wrong shape, dtype or device.
     """
     (num_rows, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
     rows_RA = checked("rows", rows_RA, (num_rows, A), FLOAT_DTYPES, device)
@@ -328,8 +325,8 @@ def weight_gradient(
 ) -> Tensor:
     """Return ``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B).
 
-    An expert without rows has a gradient of zeros. See :func:`rows_product` for ``offsets``,
-    ``source`` (of ``rows_RB``) and errors.
+    An expert without rows has a gradient of zeros. ``offsets`` and ``source``, of ``rows_RB``, are
+    those of :func:`rows_product`.
     """
     (R, A), B, e, device = d_RA.shape, rows_RB.shape[1], offsets.shape[0], d_RA.device
     d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)

@@ -12,13 +12,10 @@ def scaled_product(
     offsets: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``rows @ weight`` of each expert, for values in e4m3 times their scales.
+    """Return ``rows @ weight`` of each expert in ``dtype``, for values in e4m3 times fp32 scales.
 
-    Args:
-        rows: (R, A) e4m3 and (R,) fp32; without offsets (e, N, A) and (e, N).
-        weight: (e, A, B) e4m3, with any strides, and (e, B) fp32.
-        offsets: (e,) int32 end row of each expert; None: N rows each.
-        dtype: of the result.
+    Rows are (R, A) and (R,); without offsets (e, N, A) and (e, N). The weight is (e, A, B), with
+    any strides, and (e, B).
     """
     (values, scale), columns = rows, weight[0].shape[2]
     if offsets is None:

@@ -320,9 +320,6 @@ def bias_act_fwd(
         bias: (e, F), gated (e, 2F); or None.
         offsets: (e,) int32 end row of each expert; rows past the last are neither read nor written.
         seed: int64 scalar tensor; needed when dropout_p > 0.
-
-    Raises:
-        ValueError: wrong shape, dtype or device.
     """
     *rows, width = h.shape
     F = width // 2 if activation in GATES else width
@@ -354,13 +351,8 @@ def bias_act_bwd(
     """Return the gradients of :func:`bias_act_fwd`: d_h like h, d_bias like bias, (0,) of no bias.
 
     ``h`` is not read for ``linear``; without ``needs_h`` d_h has shape (0,). Deterministic for one
-    choice of tiles; d_bias is summed in their order (see ``_autotune``).
-
-    Args:
-        weighted: the outputs active and dot and the weight of the kernel (default None).
-
-    Raises:
-        ValueError: wrong shape, dtype or device; no h where the activation needs it.
+    choice of tiles; d_bias is summed in their order (see ``_autotune``). ``weighted`` has the
+    outputs active and dot, and the weight, of the kernel.
     """
     if activation == "linear" and weighted is None:
         h = None

@@ -102,12 +102,8 @@ def weighted_act_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``weight * bias_act_fwd(h)``, and the activation, in one pass.
 
-    Args:
-        dy, h, bias, options: arguments of :func:`.activation.bias_act_bwd`.
-        weight_R: (R,) fp32, factor of each row.
-
-    Returns:
-        d_h; d_bias; ``weight * bias_act_fwd(h)``, like dy; ``<dy, bias_act_fwd(h)>``, (R,) fp32.
+    They are d_h; d_bias; ``weight * bias_act_fwd(h)``, like dy; ``<dy, bias_act_fwd(h)>``, (R,).
+    ``weight_R`` is fp32; other arguments are those of :func:`.activation.bias_act_bwd`.
     """
     active = torch.empty_like(dy, memory_format=torch.contiguous_format)
     num_rows, narrowest = weight_R.numel(), min(c.kwargs["BLOCK_F"] for c in act_configs())

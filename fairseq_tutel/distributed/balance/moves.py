@@ -56,13 +56,9 @@ class WeightMoves:
     def start(
         self, params: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Start to send the weights of helped experts. Differentiable; collective.
+        """Start to send the weights of helped experts, [e * n, ...]. Differentiable; collective.
 
-        Args:
-            params: [e * n, ...] each, all of one dtype.
-
-        Returns:
-            The parameters for this rank's own rows, and memory for :meth:`wait`.
+        Return the parameters for this rank's own rows, and memory for :meth:`wait`.
         """
         experts = self._groups.num_local_experts
         self._shapes = [
@@ -74,14 +70,10 @@ class WeightMoves:
     def wait(
         self, unfilled: torch.Tensor, out: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Wait for the weights. Differentiable.
+        """Wait for the weights, in the memory from :meth:`start`. Differentiable.
 
-        Args:
-            unfilled: memory from :meth:`start`.
-            out: outputs of the rank's own rows. Their gradient starts the transfer of gradients.
-
-        Returns:
-            ``out``, and the parameters [h * n, ...] of the h experts that this rank helps.
+        ``out`` are outputs of the rank's own rows, whose gradient starts the transfer of gradients.
+        Return them, and the parameters [h * n, ...] of the h experts that this rank helps.
         """
         out, packed = _Wait.apply(self, out, unfilled)
         parts = packed.split([shape.numel() for shape in self._shapes], dim=1)

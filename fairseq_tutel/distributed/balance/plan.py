@@ -1,10 +1,8 @@
 """Plan of a step: which rank computes which rows of which expert. Pure and deterministic.
 
 All ranks know the rows of all ranks (:func:`gather_counts`), so they make the same plan without
-further messages. Loads are rows. With P ranks and the mean load L, a rank above ``tolerance * L``
-gives rows of its largest experts to the ranks with the most room, until it has L rows. A helper
-gets room for L rows too. So loads of helped and helping ranks end near the mean, and every other
-load was within the tolerance before.
+further messages. BALANCE.md has the rule. Loads are rows. A helper gets room for the mean too, so
+loads of helped and helping ranks end near it.
 
 The rows of an expert have one order: by the rank that sends them, first its home, then the ranks
 after the home, cyclically. The home computes the first rows. Every helper computes a contiguous
@@ -117,10 +115,8 @@ def plan_step(
     that travel only because a helper computes them. Rows that no longer travel do not count as a
     gain, since a link may share its speed between both directions.
 
-    Args:
-        count_PE: int64 [P, E] on the CPU, rows that each rank sends to each expert.
-        tolerance, min_rows: see :func:`plan_moves`.
-        travel: rows that a rank computes while one row travels, in all exchanges of a step.
+    ``count_PE``, int64 [P, E] on the CPU, are rows that each rank sends to each expert; ``travel``
+    are rows that a rank computes while one row travels, in all exchanges of a step.
     """
     unmoved = BalancePlan(count_PE)
     rows_E, ranks = count_PE.sum(0).tolist(), len(count_PE)
@@ -151,9 +147,7 @@ class BalancePlan:
     A piece is an expert's part on one rank. The pieces of rank 0 come first, and so on; on each
     rank first its own e experts, then those that it helps, by number. V is the number of pieces.
 
-    Args:
-        count_PE: int64 [P, E] on the CPU, rows that each rank sends to each expert.
-        moves: result of :func:`plan_moves` for the sums of ``count_PE``.
+    ``moves`` are those of :func:`plan_moves` for the sums of ``count_PE``, see :func:`plan_step`.
 
     Attributes:
         count_PV: int64 [P, V], rows of each rank for each piece.
@@ -224,8 +218,7 @@ class BalancePlan:
     def new_rows(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return how a rank's rows, ordered by expert, are reordered by piece.
 
-        Returns:
-            int64 [R], new place of each row; and int64 [R], piece of each row in the old order.
+        Both int64 [R]: the new place of each row, and the piece of each row in the old order.
         """
         count_V = self.count_PV[rank]
         first_V = count_V.cumsum(0) - count_V
@@ -237,11 +230,7 @@ class BalancePlan:
         return torch.arange(num_rows) + shift_R, piece_R
 
     def chunks(self, rank: int, degree: int) -> list[tuple[torch.Tensor, Splits]]:
-        """Return what ``share_chunks`` of an exchange returns, for pieces in place of experts.
-
-        Returns:
-            For each chunk: int64 [P, v], rows from rank p for local piece v; and the splits.
-        """
+        """Return what ``share_chunks`` of an exchange returns, for pieces in place of experts."""
         first, end = self.edges_P[rank : rank + 2]
         size_GPV = chunk_sizes(self.count_PV, degree)
         received_GPV = size_GPV[:, :, first:end]

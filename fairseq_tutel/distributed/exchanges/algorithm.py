@@ -6,7 +6,7 @@ import abc
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,19 +66,6 @@ def chunk_sizes(count: torch.Tensor, degree: int) -> torch.Tensor:
     return count[None] if degree == 1 else chunk_edges(count, degree).diff(dim=0)
 
 
-class NetworkProfile(Protocol):
-    """Numbers that decide the time of an exchange: bytes per second of one rank, and seconds."""
-
-    gpus_per_node: int
-    node_bandwidth: float
-    network_bandwidth: float
-    link_efficiency: float
-    memory_bandwidth: float
-    memory_efficiency: float
-    latency: float
-    message_overhead: float
-
-
 class ExchangeAlgorithm(abc.ABC):
     """Algorithm that moves rows between ranks.
 
@@ -124,14 +111,9 @@ class ExchangeAlgorithm(abc.ABC):
 
     @classmethod
     def partitions(cls, num_ranks: int, ranks_per_node: int) -> Mapping[str, list[list[int]]]:
-        """Return the process groups that the algorithm needs besides that of all P ranks.
+        """Return the process groups that it needs besides that of all P ranks, m (or 0) per node.
 
-        Args:
-            num_ranks: P.
-            ranks_per_node: m, or 0 if nodes differ.
-
-        Returns:
-            Name -> partition of range(P).
+        They are partitions of range(P) by name.
         """
         return {}
 
@@ -141,16 +123,11 @@ class ExchangeAlgorithm(abc.ABC):
         return None
 
     @classmethod
-    def predict(cls, num_bytes: float, num_ranks: int, network: NetworkProfile) -> float:
-        """Return the seconds of one exchange of equal parts.
+    def predict(cls, num_bytes: float, num_ranks: int, network: Any) -> float:
+        """Return the seconds of one exchange of equal parts among P ranks.
 
-        Args:
-            num_bytes: bytes that one rank sends, including its own part.
-            num_ranks: P.
-            network: speed of the links.
-
-        Raises:
-            NotImplementedError: the algorithm does not predict its time.
+        ``num_bytes`` are what one rank sends, including its own part; ``network`` has the fields of
+        ``plan.hardware.Hardware``. An algorithm may leave it out (NotImplementedError).
         """
         raise NotImplementedError(f"{cls.__name__} does not predict its time")
 
@@ -174,13 +151,9 @@ class ExchangeAlgorithm(abc.ABC):
         Both ends cut the rows of every (rank, expert) by :func:`chunk_edges`. An algorithm of
         several stages overrides this method. The host reads the sums: one synchronisation.
 
-        Args:
-            count_E: [E] int, rows that this rank sends to each expert.
-            degree: d, number of chunks.
-
-        Returns:
-            For each chunk: int64 [P, e], rows from rank p for local expert j; and the splits, None
-            if no rows travel.
+        ``count_E``, [E] int, are rows that this rank sends to each expert. Return for each of
+        ``degree`` chunks int64 [P, e], rows from rank p for local expert j; and the splits, None if
+        no rows travel.
         """
         if self.groups.ep_size == 1:
             return [(count_E[None], None)]
@@ -219,10 +192,7 @@ def register_exchange(name: str) -> Callable[[type[ExchangeAlgorithm]], type[Exc
 
     Layers, benchmarks, planner and tuner then accept the name. ``--moe-exchange`` accepts it if the
     class was registered before fairseq reads the command line; the first line of the class's
-    docstring is its help text.
-
-    Raises:
-        ValueError: the name is taken.
+    docstring is its help text. Raise ValueError for a name that is taken.
     """
 
     def register(cls: type[ExchangeAlgorithm]) -> type[ExchangeAlgorithm]:

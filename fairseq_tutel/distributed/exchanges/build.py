@@ -41,11 +41,8 @@ def build_algorithms(
 
     All layers with this placement share the result. Collective if ``groups.needs_sync``.
     Simulations get :class:`LocalCopy`. If the nodes do not fit the algorithm, ``linear`` replaces
-    it and the log says why.
-
-    Raises:
-        ValueError: the name is unknown, r does not fit the placement, ranks chose differently, or
-            ranks do not fill the nodes.
+    it and the log says why. Raise ValueError if the name is unknown, r does not fit the placement,
+    ranks chose differently, or ranks do not fill the nodes.
     """
     config = ExchangeConfig.of(config)
     expert_parallelism(groups, config.r)  # raises if r is impossible

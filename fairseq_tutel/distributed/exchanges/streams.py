@@ -8,17 +8,8 @@ import atexit
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
-
-
-class Stream(Protocol):
-    """Queue that runs work in order of submission."""
-
-    def submit(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Queue work; return a function that waits for it and raises its error."""
-        ...
 
 
 class ThreadStream:
@@ -32,6 +23,7 @@ class ThreadStream:
         atexit.register(self._thread.shutdown, wait=False, cancel_futures=True)
 
     def submit(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Queue work; return a function that waits for it and raises its error."""
         inference = torch.is_inference_mode_enabled()
 
         def in_mode():
@@ -62,6 +54,9 @@ class CudaStream:
             work()
         done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._stream.device).wait_event(done)
+
+
+Stream = ThreadStream | CudaStream
 
 
 @functools.cache

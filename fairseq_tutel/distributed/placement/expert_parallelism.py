@@ -93,11 +93,7 @@ def possible_r(groups: ExpertParallelGroups) -> list[int]:
 
 
 def expert_parallelism(groups: ExpertParallelGroups, r: int) -> ExpertParallelism:
-    """Return the parallelism r of a placement. Collective on the first call for each r.
-
-    Raises:
-        ValueError: r is not one of :func:`possible_r`.
-    """
+    """Return the parallelism r, of :func:`possible_r`. Collective on the first call for each r."""
     possible = possible_r(groups)
     if r not in possible:
         held = f"in {groups.num_slices} slices" if groups.num_slices > 1 else "whole"

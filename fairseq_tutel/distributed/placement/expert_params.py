@@ -35,14 +35,11 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 def refuse_plain_wrapper(experts: torch.nn.Module, groups: ExpertParallelGroups) -> None:
-    """Refuse a forward pass if a wrapper treats the experts as dense parameters.
+    """Raise ValueError in a forward pass if a wrapper has the experts among its parameters.
 
     DistributedDataParallel would overwrite the ranks' different experts with rank 0's and average
     their gradients. ``fully_shard`` is refused in one process, too, because the program is meant
     for several.
-
-    Raises:
-        ValueError: a wrapper has one of the experts among its parameters.
     """
     mine = next(experts.parameters(), None)
     if mine is None:

@@ -61,9 +61,8 @@ def pop_held_experts(
 ) -> None:
     """Remove the mark of :func:`held_experts` from a layer's state dict.
 
-    Raises:
-        ValueError: the state dict has other experts than this rank, or all experts of a layer that
-            is spread over ranks. With ``strict=False`` torch would load the first ones silently.
+    Raise ValueError for other experts than this rank's, and for all experts of a layer that is
+    spread over ranks. With ``strict=False`` torch would load the first ones silently.
     """
     held = state.pop(prefix + HELD, None)
     if held is None and groups.communicates:

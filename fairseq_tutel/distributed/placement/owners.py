@@ -62,13 +62,9 @@ def broadcast_from_owners_(owned: Mapping[int, Sequence[torch.Tensor]]) -> None:
 def send_to_first(owner: int, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
     """Copy an owner's tensors to the first rank, a piece at a time. Collective.
 
-    Pieces are broadcast, because each pair of ranks would need one more connection.
-
-    Args:
-        owner: a rank other than 0.
-        sizes: bytes of each tensor, equal on all ranks.
-        parts: results of :func:`as_bytes`: the tensors on the owner, their targets on rank 0;
-            unused on other ranks.
+    Pieces are broadcast, because each pair of ranks would need one more connection. ``sizes`` are
+    bytes of each tensor, equal on all ranks; ``parts``, results of :func:`as_bytes`, the tensors on
+    the owner, their targets on rank 0; unused on other ranks.
     """
     rank = dist.get_rank()
     buffer = torch.empty(

@@ -21,9 +21,7 @@ _ALIGNMENT = 16  # bytes; a piece of any dtype can begin at a multiple
 def declare_slices(dims: Mapping[str, int | None]) -> None:
     """Declare how tensors are cut, by the last two words of their names (``fc1.weight``).
 
-    Raises:
-        ValueError: a name has not two words, or another network cuts its tensor of this name
-            differently.
+    Raise ValueError if another network cuts its tensor of this name differently.
     """
     for end, dim in dims.items():
         if end.count(".") != 1:
@@ -39,10 +37,7 @@ def slice_dim(name: str) -> int | None:
     """Return the dimension along which one expert's tensor is cut; None if it is not cut.
 
     ``name`` is a name in a state dict, with any prefix. Copies and moments are cut like their
-    parameters.
-
-    Raises:
-        ValueError: no network declared a tensor of this name.
+    parameters. Raise ValueError if no network declared a tensor of this name.
     """
     end = ".".join(name.split(".")[-2:])
     if end not in _SLICE_DIMS:

@@ -101,11 +101,7 @@ class InferenceExperts(ExpertBank):
         self._held[slot][name] = held
 
     def stacks(self) -> dict[str, Any]:
-        """Return the tensors of all experts by stacked parameter; weights in int8 as Int8.
-
-        Raises:
-            ValueError: no state dict was loaded, or the tensors are pages of a file.
-        """
+        """Return the tensors of all experts by stacked parameter; weights in int8 as Int8."""
         if self.storage == "mapped" or not all(self._held):
             why = "are pages of a file" if self.storage == "mapped" else "have no weights yet"
             raise ValueError(f"the experts, held as {self.storage!r}, {why}")

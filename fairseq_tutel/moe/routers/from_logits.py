@@ -68,12 +68,9 @@ def route_logits(
 
     Args:
         logits_TE: with gradient, null experts last. Half logits are cast to fp32.
-        call: options of the call.
+        call: options of the call. Without ``call.reports`` the second result is None.
         pad_mask_T: bool, True for padding (default None: no padding).
         load_bias_E: fp32, the router's ``load_bias`` (default None: without that option).
-
-    Returns:
-        The routing, and losses and counts; None without ``call.reports``.
     """
     config = call.config
     if logits_TE.shape[1] != config.num_outputs:

@@ -38,10 +38,9 @@ def named_state(
 ) -> dict[str, Any]:
     """Join the results of :meth:`StateNames.to_named` of all optimizers; groups in their order.
 
-    Args:
-        what: names the operation in errors. With it rank 0 gathers the state of all dense
-            parameters; without it each rank has only its own part of a sharded optimizer's state.
-        fresh: called for each optimizer; the state to use in place of the optimizer's, or None.
+    With ``what``, the operation's name for errors, rank 0 gathers the state of all dense
+    parameters; without it each rank has its own part of a sharded optimizer's state. ``fresh``
+    gives the state to use in place of an optimizer's, or None.
     """
     named: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []

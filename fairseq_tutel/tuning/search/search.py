@@ -96,14 +96,9 @@ def deviation(samples: Samples) -> int:
 class Search:
     """One search; a search made from a history is where the history ended.
 
-    Args:
-        space: the choices.
-        start: choice to try first; others have to beat it.
-        history: (choice, samples) of every trial in order; samples are None if it cannot run.
-
-    Attributes:
-        candidate: the choice to try now; None at the end.
-        best: the winner so far; ``start`` before the first trial.
+    ``start`` is tried first, and others have to beat it. ``history`` has (choice, samples) of every
+    trial in order, samples None if it cannot run. ``candidate`` is the choice to try now, None at
+    the end; ``best`` the winner so far.
     """
 
     def __init__(

@@ -75,13 +75,10 @@ class Entry:
 
 
 class Tuner:
-    """Choices of one run, by key.
+    """Choices of one run, by key; ``steps`` and ``max_loss`` are those of an ExchangeTuner.
 
-    Args:
-        steps: steps of a trial (default 5); the first, which may connect, is not measured.
-        max_loss: share of the run's time after which no further trial starts (default 0.02).
-        start: values where a search begins if no other key of its kind has a choice (default None:
-            the simplest).
+    ``start`` has the values where a search begins if no other key of its kind has a choice (default
+    None: the simplest).
     """
 
     def __init__(
