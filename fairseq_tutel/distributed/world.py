@@ -85,15 +85,9 @@ def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> li
     """
     if process_world()[1] == 1:
         return [text]
-    data = b"" if text is None else b"+" + text.encode()
-    sizes = [size for (size,) in gather_integers([len(data)], group)]
-    width = max(1, *sizes)
-    mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
-    mine = mine.to(control_device(group))
-    rows = mine.new_empty(len(sizes) * width)
-    all_gather_tensor(rows, mine, group=group)
-    texts = [bytes(row[:n].tolist()) for row, n in zip(rows.view(-1, width), sizes, strict=True)]
-    return [raw[1:].decode(errors="replace") if raw else None for raw in texts]
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts
 
 
 def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 0) -> None:

@@ -1,7 +1,6 @@
 """Experts whose forward pass multiplies in fp8, emulated on a CPU."""
 
 import contextlib
-import importlib
 import logging
 
 import pytest
@@ -15,8 +14,6 @@ from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops.fp8 import check_fp8
 
 M, F, E = 64, 128, 4
-ON_CPU = pytest.param("cpu", marks=pytest.mark.interpreted)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
@@ -79,27 +76,6 @@ def test_error_and_gradients(network, factor, way, backend):
     if network == "ffn":
         bias = low.experts.fc2_bias.grad
         assert_close("fc2_bias", bias, exact.experts.fc2_bias.grad, torch.float32)
-
-
-@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
-@pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
-def test_the_product_of_a_torch_without_one(padded, device):
-    """Before torch 2.10; against the product of the rounded values in fp64."""
-    if device == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
-        pytest.skip("a GPU without fp8 products of groups")
-    product = importlib.import_module("fairseq_tutel.backends.triton._grouped_fp8")
-    weight = torch.randn(3, 24, 32, device=device)
-    rows = torch.randn(3, 5, 32, device=device) if padded else torch.randn(13, 32, device=device)
-    ends = None if padded else torch.tensor([4, 4, 11], dtype=torch.int32, device=device)
-    (values, scale), (low, scales) = fp8.quantize_rows(rows), fp8.quantize_rows(weight)
-    given = (values, scale), (low.transpose(1, 2), scales)
-    got = product.scaled_product(*given, ends, torch.float32)
-    exact, factor = fp8.rounded_rows(rows).double(), fp8.rounded_rows(weight).double().mT
-    if padded:
-        want = exact @ factor
-    else:
-        got, want = got[:11], torch.cat([exact[:4] @ factor[0], exact[4:11] @ factor[2]])
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_one_line_says_that_it_is_emulated(caplog):

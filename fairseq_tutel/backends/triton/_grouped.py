@@ -47,7 +47,7 @@ _CLEARING_PROGRAMS = 128
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    if UPCAST:  # the interpreter's products of bf16 and fp8 are wrong
+    if UPCAST:  # the interpreter's product of bf16 is wrong
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
@@ -60,8 +60,6 @@ def _rows_product_kernel(
     source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ptr holds the rows
     matrix_ptr,  # (e, A, B) - the experts' weights
     offsets_ptr,  # (e,) int32 end row of each expert
-    rows_scale_ptr,  # (R,) fp32 - of rows in fp8, or None
-    columns_scale_ptr,  # (e, B) fp32 - of a weight in fp8, or None
     num_rows,
     TOP_K: tl.constexpr,
     stride_e: tl.constexpr,
@@ -82,7 +80,7 @@ def _rows_product_kernel(
     Only the first dimension of a grid may have more than 65,535 programs.
 
     Example: rows [[1], [2], [3]], weight [[[10]], [[100]]], offsets [1, 2]
-    -> out [[10], [200], [0]]; with scales [2, 1, 1] and [[1], [3]]: out [[20], [600], [0]].
+    -> out [[10], [200], [0]].
     """
     pid = tl.program_id(0).to(tl.int64)
     columns: tl.constexpr = (B + BLOCK_C - 1) // BLOCK_C
@@ -112,10 +110,6 @@ def _rows_product_kernel(
                 other=0.0,
             )
             acc = _dot(rows, weight, acc, PRECISION, UPCAST)
-        if rows_scale_ptr is not None:
-            of_rows = tl.load(rows_scale_ptr + offs_r, mask=mask_r, other=0.0)
-            of_columns = tl.load(columns_scale_ptr + expert * B + offs_b, mask=mask_b, other=0.0)
-            acc *= of_rows[:, None] * of_columns[None, :]
     out = acc.to(out_ptr.dtype.element_ty)
     mask = mask_r[:, None] & mask_b[None, :]
     tl.store(out_ptr + offs_r[:, None] * B + offs_b[None, :], out, mask=mask)
@@ -224,7 +218,7 @@ def _precision(dtype: torch.dtype) -> dict:
     tf32 = may_round and not torch.version.hip
     return {
         "PRECISION": "tf32" if tf32 else "ieee",
-        "UPCAST": INTERPRET and dtype in (torch.bfloat16, torch.float8_e4m3fn),
+        "UPCAST": INTERPRET and dtype == torch.bfloat16,
     }
 
 
@@ -272,23 +266,8 @@ def _rows_product(
     rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, source: Source | None
 ) -> Tensor:
     """Compute :func:`rows_product` with the kernel for every GPU and dtype."""
-    R = len(rows_RA) if source is None else len(source.pair_R)
-    out_RB = rows_RA.new_empty((R, weight_eAB.shape[2]))
-    launch_rows_product(out_RB, rows_RA, weight_eAB, offsets, source)
-    return out_RB
-
-
-def launch_rows_product(
-    out_RB: Tensor,
-    rows_RA: Tensor,
-    weight_eAB: Tensor,
-    offsets: Tensor,
-    source: Source | None,
-    rows_scale_ptr: Tensor | None = None,
-    columns_scale_ptr: Tensor | None = None,
-) -> None:
-    """Compute :func:`_rows_product` into ``out_RB``, times fp32 scales of rows (R,) and (e, B)."""
-    (e, A, B), R = weight_eAB.shape, len(out_RB)
+    (e, A, B), R = weight_eAB.shape, len(rows_RA) if source is None else len(source.pair_R)
+    out_RB = rows_RA.new_empty((R, B))
     stride_e, stride_a, stride_b = weight_eAB.stride()
 
     def grid(meta: dict) -> tuple[int]:
@@ -305,8 +284,6 @@ def launch_rows_product(
             rows_ptr=rows_RA,
             matrix_ptr=weight_eAB,
             offsets_ptr=offsets,
-            rows_scale_ptr=rows_scale_ptr,
-            columns_scale_ptr=columns_scale_ptr,
             num_rows=R,
             stride_e=stride_e,
             stride_a=stride_a,
@@ -318,6 +295,7 @@ def launch_rows_product(
             **_source_arguments(source),
             **_precision(rows_RA.dtype),
         )
+    return out_RB
 
 
 def weight_gradient(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._fp8 import quantize_rows, rounded_rows
 from ._grouped import Source, rows_product, weight_gradient
-from ._grouped_fp8 import scaled_product
 from .activation import bias_act_bwd, bias_act_fwd
 
 # the five gradients of a backward pass, in the order of its docstring
@@ -167,14 +166,12 @@ def product(
 def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Tensor:
     """Return ``rows @ weight.T`` of each expert in e4m3 with a scale per row and output column.
 
-    torch's kernel for groups multiplies on Hopper and Blackwell, and Triton's before torch 2.10. In
-    the interpreter the rounded values are multiplied in their own dtype.
+    torch's kernel for groups multiplies on Hopper and Blackwell. In the interpreter, and before
+    torch 2.10, the rounded values are multiplied in their own dtype.
     """
-    if not rows.is_cuda:
+    if not (rows.is_cuda and hasattr(torch.nn.functional, "scaled_grouped_mm")):
         return product(rounded_rows(rows), rounded_rows(weight_eBA).transpose(1, 2), offsets)
     (a, scale_a), (b, scale_b) = quantize_rows(rows), quantize_rows(weight_eBA)
-    if not hasattr(torch.nn.functional, "scaled_grouped_mm"):
-        return scaled_product((a, scale_a), (b.transpose(1, 2), scale_b), offsets, rows.dtype)
     rowwise = torch.nn.functional.ScalingType.RowWise
     out = torch.nn.functional.scaled_grouped_mm(
         a, b.transpose(1, 2), scale_a, rowwise, scale_b, rowwise, offs=offsets

@@ -1,19 +1,11 @@
 """Switchable parallelism r: tokens travel to experts, weights travel to tokens, or both.
 
-Source: Tutel (Hwang et al., arXiv 2206.03382, section 3.1). With experts in S slices (E < W; rank
-s*E + j has slice s of expert j) one placement serves every r, so switching r moves no weights:
-
-    r = 0        tokens stay on their rank; every rank gathers all weights
-    1 <= r <= S  r divides S. Each token goes to r ranks. Each of them computes F/r hidden units of
-                 the expert from S/r gathered slices. The token's rank adds the r results
-    r = S        nothing is gathered
-
-With s = p*r + q a rank exchanges tokens with the ranks [p*r*E, (p+1)*r*E) and computes part q of
-the hidden units. That is the placement of r*E experts on W ranks (:mod:`.groups`), with a *part* in
-place of an expert; exchanges do not know r. If experts are whole (S = 1), r = 0 gathers the experts
-of the exchange group.
-
-``distributed/README.md`` says which r to choose and what gathered weights cost.
+Source: Tutel (Hwang et al., arXiv 2206.03382, section 3.1). ``distributed/README.md`` says what
+each r does, which one to choose, and what gathered weights cost. With experts in S slices (E < W;
+rank s*E + j has slice s of expert j) one placement serves every r. With s = p*r + q a rank
+exchanges tokens with the ranks [p*r*E, (p+1)*r*E) and computes part q of the hidden units. That is
+the placement of r*E experts on W ranks (:mod:`.groups`), with a *part* in place of an expert;
+exchanges do not know r. If experts are whole (S = 1), r = 0 gathers those of the exchange group.
 """
 
 import dataclasses

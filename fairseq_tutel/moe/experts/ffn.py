@@ -47,13 +47,9 @@ class Experts(StackedExperts):
 
     def compute(self, prepared, rows, offsets):
         options = self._options(prepared)
-        w1, b1, w2, b2 = self._tensors(prepared)
         return ops.expert_ffn(
             rows,
-            w1,
-            b1,
-            w2,
-            b2,
+            *self._tensors(prepared),
             activation=options.activation,
             offsets=offsets,
             activation_dropout_p=options.dropout_p[0],

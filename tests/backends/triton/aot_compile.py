@@ -98,10 +98,8 @@ def _variants():
         strides = {"stride_e": 4096 * 16384, "stride_a": 1, "stride_b": 4096}
         experts = {"e": 3, "BLOCK_EXPERTS": 4}
         for source in ({"source_ptr": None, "TOP_K": 1}, {"TOP_K": 6}):
-            given, scales = {**product, **source}, {"rows_scale_ptr": None}
-            scales["columns_scale_ptr"] = None
-            given_rows = {**given, **strides, **experts, **scales}
-            yield _grouped._rows_product_kernel, dtype, given_rows
+            given = {**product, **source}
+            yield _grouped._rows_product_kernel, dtype, {**given, **strides, **experts}
             yield _grouped._weight_gradient_kernel, dtype, given
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
@@ -150,15 +148,6 @@ def _variants():
         yield adam._adam16_step_kernel, dtype, {**adam_blocks, **step_blocks}
         half = tl.float16 if dtype == "fp16" else tl.bfloat16
         yield adam._adam16_small_kernel, dtype, {**adam_blocks, "PARAM": half, "GRAD": half}
-
-
-def _fp8_variants():
-    """The product of e4m3 values, on GPUs that have them."""
-    given = {"A": 4096, "B": 16384, "PRECISION": "ieee", "UPCAST": False, "e": 3}
-    given |= {"stride_e": 4096 * 16384, "stride_a": 1, "stride_b": 4096, "BLOCK_EXPERTS": 4}
-    given |= {"source_ptr": None, "TOP_K": 1, "out_ptr": "*bf16"}
-    fp8 = "*fp8e4nv"
-    yield _grouped._rows_product_kernel, "bf16", {**given, "rows_ptr": fp8, "matrix_ptr": fp8}
 
 
 def _tma_variants():
@@ -309,7 +298,7 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
     target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
     chosen = list(_chosen(variants))
     if cuda and arch in TMA and variants != "tiles":
-        chosen += [(*variant, 0) for variant in (*_fp8_variants(), *_tma_variants())]
+        chosen += [(*variant, 0) for variant in _tma_variants()]
     for kernel, dtype, constants, tile in chosen:
         name, binary = _compile(kernel, dtype, constants, target, tile)
         code = binary.asm["cubin" if cuda else "hsaco"]

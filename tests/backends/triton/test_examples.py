@@ -139,9 +139,6 @@ def rows_product(device):
     rows, weight = tensors(device, [[1], [2], [3]], [[[10]], [[100]]])
     (offsets,) = ints(device, [1, 2])
     yield _grouped.rows_product(rows, weight, offsets), [[10], [200], [0]]
-    scales, out = tensors(device, [2, 1, 1], [[1], [3]]), torch.empty_like(rows)
-    _grouped.launch_rows_product(out, rows, weight, offsets, None, *scales)
-    yield out, [[20], [600], [0]]
 
 
 def weight_gradient(device):
