@@ -37,18 +37,8 @@ from .placement.expert_params import (
     sum_tensor_over_ranks_,
 )
 from .placement.groups import ExpertParallelGroups, build_groups
-from .placement.held_experts import (
-    HELD,
-    held_experts,
-    pop_held_experts,
-    without_held_experts,
-)
-from .placement.owners import (
-    as_bytes,
-    broadcast_from_owners_,
-    send_to_first,
-    share_out,
-)
+from .placement.held_experts import HELD, held_experts, pop_held_experts, without_held_experts
+from .placement.owners import as_bytes, broadcast_from_owners_, send_to_first, share_out
 from .placement.sharded import (
     full_tensor,
     is_sharded,
@@ -67,13 +57,7 @@ from .placement.slices import (
     take_slice,
     whole_shape,
 )
-from .world import (
-    gather_integers,
-    gather_texts,
-    process_world,
-    ranks_per_node,
-    refuse_differences,
-)
+from .world import gather_integers, gather_texts, process_world, ranks_per_node, refuse_differences
 
 __all__ = [
     "Direction",

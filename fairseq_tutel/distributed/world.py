@@ -101,9 +101,7 @@ def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 
 
 
 def compare_settings(
-    settings: Mapping[str, float | str],
-    group: dist.ProcessGroup | None = None,
-    first_rank: int = 0,
+    settings: Mapping[str, float | str], group: dist.ProcessGroup | None = None, first_rank: int = 0
 ) -> None:
     """Compare settings of the ranks of a group by name. Collective; all ranks have the same names.
 

@@ -39,12 +39,7 @@ def assign_rows_fwd(
 
 
 def sort_pairs_fwd(
-    expert_TK: Tensor,
-    gate_TK: Tensor,
-    num_experts: int,
-    *,
-    priority_T: Tensor | None,
-    **layout,
+    expert_TK: Tensor, gate_TK: Tensor, num_experts: int, *, priority_T: Tensor | None, **layout
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the results of :func:`assign_rows_fwd` with new slots, and the pairs per choice and
     expert.

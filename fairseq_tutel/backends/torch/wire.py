@@ -4,14 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._wire_formats import (
-    BLOCK,
-    CARRY_ABOVE_7_4,
-    NOT_FINITE,
-    WIRE_FORMATS,
-    WireFormat,
-    num_blocks,
-)
+from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, WireFormat, num_blocks
 
 _INFINITY_BITS = 0x7F800000
 # Values per chunk: its temporaries stay in a core's cache.

@@ -8,12 +8,7 @@ gradients are plain functions (``*_bwd``). All raise ValueError for a wrong shap
 from .activation import bias_act_bwd, bias_act_fwd
 from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
-from .expert_ffn import (
-    expert_chunk_bwd,
-    expert_chunks_bwd_params,
-    expert_ffn_bwd,
-    expert_ffn_fwd,
-)
+from .expert_ffn import expert_chunk_bwd, expert_chunks_bwd_params, expert_ffn_bwd, expert_ffn_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
 from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd

@@ -267,11 +267,7 @@ def _rows_and_source(
 
 
 def rows_product_tma(
-    rows_RA: Tensor,
-    weight_eAB: Tensor,
-    offsets: Tensor,
-    source: Source | None,
-    tile: TMATile,
+    rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, source: Source | None, tile: TMATile
 ) -> Tensor:
     """Compute ``_grouped.rows_product`` for :func:`describable` halves."""
     e, A, B = weight_eAB.shape
@@ -301,11 +297,7 @@ def rows_product_tma(
 
 
 def weight_gradient_tma(
-    d_RA: Tensor,
-    rows_RB: Tensor,
-    offsets: Tensor,
-    source: Source | None,
-    tile: TMATile,
+    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None, tile: TMATile
 ) -> Tensor:
     """Compute ``_grouped.weight_gradient`` for :func:`describable` halves."""
     A, B, e = d_RA.shape[1], rows_RB.shape[1], offsets.shape[0]

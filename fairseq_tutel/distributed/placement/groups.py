@@ -223,9 +223,7 @@ def _control_group(blocks: Sequence[Sequence[int]]) -> Any | None:
 
 def _loopback() -> str | None:
     """Return the name of the machine's loopback interface; None if it is unknown."""
-    names = (
-        {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    )
+    names = {name for _, name in socket.if_nameindex()}
     return next(iter(names & {"lo", "lo0"}), None)
 
 
