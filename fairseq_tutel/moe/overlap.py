@@ -95,8 +95,8 @@ def pipeline(
     behind it may never end.
 
     ``send`` and ``send_back`` start exchanges and return their handles. ``compute`` maps a chunk
-    and what arrived to what is sent back and what is kept. ``meanwhile`` maps all that was kept to
-    a result, while the last results travel. Return what came back, what was kept, that result.
+    and the arrived tensors to tensors to send back and to a state. ``meanwhile`` maps all states to
+    a result while the last tensors travel. Return the tensors that came back, states, and result.
     """
     going = [list(send(chunk)) for chunk in chunks]
     coming, kept, last = [], [], None

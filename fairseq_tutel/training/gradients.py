@@ -26,11 +26,11 @@ from ..moe.model import moe_layers, unwrap
 
 @torch.no_grad()
 def average_expert_grad(
-    grad: torch.Tensor, groups: distributed.ExpertParallelGroups, copies: int | None = None
+    grad: torch.Tensor, groups: distributed.ExpertParallelGroups, copies: int
 ) -> torch.Tensor:
     """Return the mean over all ranks of one expert gradient, as DDP does for dense gradients.
 
-    Collective if other ranks hold the parameter (``copies``; default: as many as its expert).
+    ``copies`` is the number of ranks that hold the parameter; collective if there are several.
     """
     if groups.world_size == 1 or groups.simulated:
         return grad

@@ -9,7 +9,6 @@ second product of the forward pass is not repeated.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +18,6 @@ from .._weights import row_weights
 from ._expert_rows import Group, Network, groups_of, of_group, sum_params, sum_rows
 from ._memory import empty
 from .dispatch import dispatch_bwd, dispatch_fwd, zero_unused
-
-
-class _Gradients(NamedTuple):
-    """Gradients of a group's values, in the dtype of the rows."""
-
-    d_fc2_gNM: Tensor  # of fc2's output before dropout
-    d_fc1_gNF: Tensor  # (g, N, p F), of fc1's output
-    active_gNF: Tensor  # fc2's input
 
 
 class _LeanNetwork(Network):
@@ -42,11 +33,12 @@ class _LeanNetwork(Network):
         saved_pRF: Tensor | None,
         d_weight_gN: Tensor,
         d_rows_gNM: Tensor | None,
-    ) -> _Gradients:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a group's weighted outputs; write those of weights and rows.
 
         ``dy_gNM`` is the gradient of their sum for each row. ``saved_pRF`` are fc1's products; None
-        to compute them again.
+        to compute them again. Return the gradients of fc2's output before dropout, (g, N, M), and
+        of fc1's, (g, N, p F), and fc2's input, (g, N, F), in the dtype of the rows.
         """
         w1, b1, w2, b2 = of_group(params, group)
         w1_rounded = rounded_rows(w1) if self.fp8 and saved_pRF is None else w1
@@ -76,7 +68,7 @@ class _LeanNetwork(Network):
             torch.mul(dy, weight, out=d_fc2[:, part])
             if d_rows_gNM is not None:
                 torch.bmm(d_z, w1, out=d_rows_gNM[:, part])
-        return _Gradients(d_fc2, d_fc1, active_gNF)
+        return d_fc2, d_fc1, active_gNF
 
     def _activate_both(
         self, d_active: Tensor, z: Sequence[Tensor], weight: Tensor, active: Tensor, d_fc1: Tensor
@@ -183,11 +175,14 @@ def lean_chunk_bwd(
         x, d_out, weight = (group.split(each) for each in (rows_RM, dy_RM, weight_R))
         d_group = group.split(d_rows.view(dy_RM.shape)) if needs_rows else None
         d_weight = group.split(d_weight_R)
-        found = network.lean_backward(group, params, x, d_out, weight, saved_pRF, d_weight, d_group)
-        for whole, part in zip((d_fc2_RM, d_fc1_RF, active_RF), found, strict=True):
-            group.split(whole).copy_(part)
-        sum_rows(found.d_fc1_gNF, d_b1[group.experts])
-        sum_rows(found.d_fc2_gNM, d_b2[group.experts])
+        d_fc2, d_fc1, active = network.lean_backward(
+            group, params, x, d_out, weight, saved_pRF, d_weight, d_group
+        )
+        group.split(d_fc2_RM).copy_(d_fc2)
+        group.split(d_fc1_RF).copy_(d_fc1)
+        group.split(active_RF).copy_(active)
+        sum_rows(d_fc1, d_b1[group.experts])
+        sum_rows(d_fc2, d_b2[group.experts])
     return d_rows, d_weight_R, d_fc2_RM.view(dy.shape), d_fc1_RF, active_RF, d_b1, d_b2
 
 

@@ -34,7 +34,9 @@ def assign_rows_fwd(
         first_row_E = end_E - num_kept_E
         row_TK, num_rows = first_row_E[expert_TK.clamp(min=0).long()], expert_TK.numel()
     dest_row_TK = row_TK.add_(position_in_expert_TK).masked_fill_(~kept_TK, -1)
-    weight_TK = _weights(gate_TK, kept_TK, normalize)
+    weight_TK = gate_TK * kept_TK
+    if normalize:
+        weight_TK /= _at_least_epsilon(weight_TK.sum(1, keepdim=True))
     return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E, end_E
 
 
@@ -47,13 +49,6 @@ def sort_pairs_fwd(
     position_TK, num_routed_KE = assign_slots(expert_TK, num_experts, priority_T=priority_T)
     found = assign_rows_fwd(expert_TK, position_TK, gate_TK, num_routed_KE, **layout)
     return *found, num_routed_KE
-
-
-def _weights(gate_TK: Tensor, kept_TK: Tensor, normalize: bool) -> Tensor:
-    weight_TK = gate_TK * kept_TK
-    if normalize:
-        weight_TK /= _at_least_epsilon(weight_TK.sum(1, keepdim=True))
-    return weight_TK
 
 
 def assign_rows_bwd(

@@ -2,16 +2,9 @@
 
 W ranks form blocks of P neighbours (``ep_size``). Each block holds all E experts once, ``e = E/P``
 on each rank. Tokens travel inside a block. The W/P ranks with the same position in their blocks are
-replicas: they hold the same experts and average their gradients. P is min(E, W) by default; with P
-as large as a node, tokens stay in the node.
-
-    E=8, W=4: rank 0: experts 0-1, rank 1: 2-3, ...          one exchange group {0,1,2,3}
-    E=2, W=4: ranks 0,2: expert 0; ranks 1,3: expert 1       exchange {0,1} {2,3},
-                                                             replicas {0,2} {1,3}
-    E=8, W=4, P=2: ranks 0,2: experts 0-3; 1,3: 4-7          the same
-
-With the placement *sliced* instead of *replicated*, each of the S = W/E ranks of an expert holds
-F/S of its F hidden units: rank s*E + j has slice s of expert j (:mod:`.slices`).
+replicas: they hold the same experts and average their gradients. With the placement *sliced*
+instead of *replicated*, each of the S = W/E ranks of an expert holds F/S of its F hidden units:
+rank s*E + j has slice s of expert j (:mod:`.slices`). ``distributed/README.md`` has examples.
 """
 
 import contextlib

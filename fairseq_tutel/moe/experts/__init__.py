@@ -21,7 +21,6 @@ from .plain import ClampedSwiGLUExperts, PlainExperts
 from .stacked import Stacked, StackedExperts
 
 register_experts = EXPERTS.register
-ExpertCall = PreparedExperts  # its earlier name
 
 
 def make_experts(
@@ -64,7 +63,6 @@ def make_experts(
 
 __all__ = [
     "ExpertBank",
-    "ExpertCall",
     "ExpertRows",
     "ClampedSwiGLUExperts",
     "Experts",
