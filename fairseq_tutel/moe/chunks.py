@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import ops
 from ..distributed import Exchange
 from ..distributed.exchanges import Splits, chunk_edges
 from .routing import Routing
@@ -49,7 +50,7 @@ def to_parts(routing: Routing, copies: int) -> Routing:
     return routing._replace(
         expert_TK=shifted(routing.expert_TK, routing.num_experts),
         dest_row_TK=dest_row,
-        src_pair_R=source_of_rows(dest_row, copies * num_rows),
+        src_pair_R=ops.source_of_rows(dest_row, copies * num_rows),
         topk_weight_TK=routing.topk_weight_TK.repeat(1, copies),
         num_routed_KE=routing.num_routed_KE.repeat(1, copies),
         num_kept_per_expert_E=routing.num_kept_per_expert_E.repeat(copies),
@@ -151,7 +152,7 @@ def rows_for_exchange(
     chunk_TK = ((slot_TK + 1) * degree - 1) // num_rows_E.clamp(min=1)[expert_TK]
     row_TK = slot_TK + shift_GE[chunk_TK.clamp(max=degree - 1), expert_TK]
     dest_row_TK = torch.where(kept_TK, row_TK, -1).to(torch.int32)
-    return dest_row_TK, source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
+    return dest_row_TK, ops.source_of_rows(dest_row_TK, routing.src_pair_R.shape[0])
 
 
 def _begins(size_GE, exchange):
@@ -165,10 +166,3 @@ def _begins(size_GE, exchange):
     place_E = (part_P[:, None] * local + within).flatten()
     size = size_GE[:, order_E].flatten()
     return (size.cumsum(0) - size).view(size_GE.shape)[:, place_E]
-
-
-def source_of_rows(dest_row_TK: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return int32 [num_rows], the pair in each row, -1 in unused rows."""
-    pair = torch.arange(dest_row_TK.numel(), dtype=torch.int32, device=dest_row_TK.device)
-    row = torch.where(dest_row_TK < 0, num_rows, dest_row_TK).flatten().long()  # one row more
-    return pair.new_full((num_rows + 1,), -1).scatter_(0, row, pair)[:num_rows]

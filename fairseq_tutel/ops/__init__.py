@@ -7,7 +7,7 @@ Functions raise ValueError for wrong shapes, dtypes and options. Every function 
 ``fairseq_tutel/README.md`` explains the letters of shapes.
 """
 
-from ..backends.torch import finite_max, quantize_
+from ..backends.torch import finite_max, quantize_, source_of_rows
 from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .backend import backend_for, get_backend, set_backend
 from .dispatch import combine, combine_takes_bias, dispatch

@@ -331,5 +331,5 @@ def ffn_chunks_bwd_params(
 def _sum(parts, bias):
     if bias is None:
         return None
-    acc = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    acc = torch.promote_types(parts[0].dtype, torch.float32)
     return torch.stack(parts).sum(0, dtype=acc).to(bias.dtype)

@@ -16,7 +16,7 @@ from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
 from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
 from .low_rank import low_rank_bwd
-from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
+from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd, source_of_rows
 from .slots import assign_slots
 from .token_ffn import token_ffn_bwd, token_ffn_fwd
 from .wire import decode_rows, encode_rows

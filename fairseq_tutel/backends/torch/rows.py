@@ -37,7 +37,7 @@ def assign_rows_fwd(
     weight_TK = gate_TK * kept_TK
     if normalize:
         weight_TK /= _at_least_epsilon(weight_TK.sum(1, keepdim=True))
-    return dest_row_TK, _invert(dest_row_TK, num_rows), weight_TK, num_kept_E, end_E
+    return dest_row_TK, source_of_rows(dest_row_TK, num_rows), weight_TK, num_kept_E, end_E
 
 
 def sort_pairs_fwd(
@@ -74,7 +74,7 @@ def _at_least_epsilon(total: Tensor) -> Tensor:
     return total.clamp(min=torch.finfo(total.dtype).eps)
 
 
-def _invert(dest_row_TK: Tensor, num_rows: int) -> Tensor:
+def source_of_rows(dest_row_TK: Tensor, num_rows: int) -> Tensor:
     """Return the flat pair index t * K + k of each row, -1 for an unused row."""
     row_N = dest_row_TK.reshape(-1).long()
     # Dropped pairs land in one extra row that is cut off.

@@ -121,7 +121,7 @@ class WeightMoves:
         ]
 
     def _add_helpers_of_one(self, grad, part):
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(grad.dtype, torch.float32)
         grad = grad.clone()
         by_expert = grad.view(self._groups.num_local_experts, -1)
         order = sorted(range(len(self._slots)), key=self._slots.__getitem__)  # stable: by helper

@@ -224,5 +224,4 @@ def _reduce_scatter(grad: torch.Tensor, parallelism: ExpertParallelism) -> torch
             received.flatten(1), parts.flatten(1), group=parallelism.gather_group
         )
         parts = received
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return parts.sum(0, dtype=wide).to(grad.dtype)
+    return parts.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype)

@@ -93,7 +93,9 @@ class LoRAExperts(StackedExperts):
         self.layout[name] = factor
         shape = factor.shape(self.model_dim, self.hidden_dim // self.hidden_slice[1])
         values = torch.zeros((len(weight), *shape), device=weight.device)
-        self.register_parameter(name, nn.Parameter(values.to(_wide(weight.dtype))))
+        self.register_parameter(
+            name, nn.Parameter(values.to(torch.promote_types(weight.dtype, torch.float32)))
+        )
 
     @property
     def network(self) -> StackedExperts:
@@ -138,7 +140,7 @@ class LoRAExperts(StackedExperts):
     def sums(self, held: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the network's parameters, from :meth:`held`, with their updates in ``dtype``."""
         found = dict(zip([*self.layout, *self._buffers], held, strict=True))
-        wide, params = _wide(dtype), []
+        wide, params = torch.promote_types(dtype, torch.float32), []
         with without_autocast(held[0].device):
             for name in self.network.layout:
                 names, value = self._factor_names(name), found[name]
@@ -205,7 +207,8 @@ class LoRAExperts(StackedExperts):
         Weights keep their dtype; weights in int8 become bf16.
         """
         held = self.held()
-        bank = self._summed(self.sums(held, _wide(held[0].dtype)))
+        wide = torch.promote_types(held[0].dtype, torch.float32)
+        bank = self._summed(self.sums(held, wide))
         for name, own in zip(bank.layout, held, strict=False):
             dtype = own.dtype if own.is_floating_point() else torch.bfloat16
             param = getattr(bank, name).to(dtype)
@@ -302,10 +305,6 @@ class _UpdatedFFN(torch.autograd.Function):
             for name, tensor, needed in zip(names, held, needs, strict=False)
         )
         return d_rows if needs_rows else None, None, None, None, *grads
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _frozen(base: ExpertBank, storage: str) -> tuple[StackedExperts, dict[str, Any]]:
