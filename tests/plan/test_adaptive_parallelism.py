@@ -65,16 +65,6 @@ def test_where_tokens_and_weights_travel(large, placement, r, peers, copies, gat
     assert work.hardware_flops == work_of(large).hardware_flops
 
 
-def test_with_an_expert_or_more_per_gpu_only_the_weights_can_travel_instead():
-    settings = settings_of(overrides=[*SHORT, "model.moe_expert_count=16"], gpus=8)
-    assert possible_r_of(settings) == [1, 0]
-    plans = [make_plan(settings.with_placement(r=r), A100) for r in (1, 0)]
-    traffic = plans[1].traffic
-    assert traffic.gathered == (16 * (P + M),) and traffic.gather_ranks == 8
-    assert plans[1].time.all_to_all == 0 < plans[0].time.all_to_all
-    assert plans[0].parameters == plans[1].parameters
-
-
 def test_a_gpu_with_all_experts_gathers_nothing():
     """On one GPU, and in expert groups of one: r=0 is r=1."""
     for settings in (small(gpus=1), small("model.moe_expert_parallel_size=1", gpus=4)):

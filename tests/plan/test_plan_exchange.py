@@ -31,17 +31,6 @@ def test_a_pipeline_is_as_long_as_its_critical_path(degree, experts):
         assert left == pytest.approx(max(2 - 2 * experts, chunk, whole - 2 * experts))
 
 
-def test_two_exchanges_as_long_as_the_experts_gain_what_the_paper_bounds():
-    """Twice as fast is the limit (arXiv 2206.03382 reports up to 2.00), 1.87 with 8 chunks."""
-
-    def gain(experts, degree):
-        chunk = 1 / degree
-        return (2 + experts) / (exposed(chunk, experts / degree, chunk, degree) + experts)
-
-    gains = [max(gain(f / 100, d) for f in range(1, 1000)) for d in OVERLAP_DEGREES[1:]]
-    assert gains == pytest.approx([1.5, 1.75, 1.875], abs=0.01)
-
-
 def plan_of(**model):
     return make_plan(settings_of(gpus=512).replace(model=model), A100)
 

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.plan.dense import make_dense_plan, mask_flops, masks
 from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.planner import make_plan
 
 A100 = load_hardware(CONFIGS, "a100-80g")
 META = load_hardware(CONFIGS, "a100-40g")
@@ -54,16 +53,6 @@ def test_published_speeds_with_one_set_of_efficiencies(gpus):
     assert gpus == 32 or predicted == pytest.approx(measured, rel=0.15)
     if gpus == 8:  # at most 10.4 GiB were allocated
         assert plan.memory.peak == pytest.approx(10.4 * 2**30, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "tokens_per_second", "peak"), [(8, 18883, 62.198e9), (512, 1004591, 62.512e9)]
-)
-def test_the_plan_of_the_1_1t_model_stays(gpus, tokens_per_second, peak):
-    words = [f"model.moe_expert_count={gpus}"]
-    plan = make_plan(settings_of(overrides=words, gpus=gpus), A100)
-    assert plan.tokens_per_second == pytest.approx(tokens_per_second, rel=1e-4)
-    assert plan.memory.peak == pytest.approx(peak, rel=1e-4)
 
 
 def test_why_the_speed_on_32_gpus_is_not_predicted():
