@@ -130,8 +130,14 @@ def environment(host):
             del os.environ[name]
 
 
+def states(model):
+    """The full state, and this rank's dense weights."""
+    dense = ((n, p) for n, p in model.named_parameters() if ".experts." not in n)
+    return training.full_state_dict(model), {n: full_tensor(p.detach()) for n, p in dense}
+
+
 def run(host, path, steps):
-    """The full state after ``steps`` steps, and this rank's dense weights."""
+    """States after ``steps`` steps."""
     environment(host)
     data = toy().samples(2 * STEPS) if host == "transformers" else toy().batches
     scaler = training.grad_scaler("cpu", init_scale=8.0)
@@ -143,11 +149,7 @@ def run(host, path, steps):
             convert_input = staticmethod(lambda data: data)
 
         module.MixedPrecision = MixedPrecision
-    model = module.train(build, data, steps, path, scaler, **HOSTS[host][1])
-    dense = {
-        n: full_tensor(p.detach()) for n, p in model.named_parameters() if ".experts." not in n
-    }
-    return training.full_state_dict(model), dense
+    return states(module.train(build, data, steps, path, scaler, **HOSTS[host][1]))
 
 
 def assert_like_one(results, want):
@@ -181,12 +183,9 @@ def run_half(path):
     environment("fsdp2")
     build = functools.partial(toy().Model, EXPERTS)
     train = recipe("fsdp2").train
-    model = train(build, toy().batches, STEPS, path, dtype=torch.bfloat16)
-    dense = {
-        n: full_tensor(p.detach()) for n, p in model.named_parameters() if ".experts." not in n
-    }
+    full, dense = states(train(build, toy().batches, STEPS, path, dtype=torch.bfloat16))
     assert {value.dtype for value in dense.values()} == {torch.float32}
-    return training.full_state_dict(model), dense
+    return full, dense
 
 
 def test_fsdp2_in_bf16_stays_near_fp32(tmp_path):

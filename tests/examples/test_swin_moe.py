@@ -27,47 +27,6 @@ def test_numbers_of_parameters_are_the_published_ones(preset, experts, millions)
     assert count / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-def naive_attention(attn, x):
-    """Windows, shift and position bias patch by patch: a patch sees those of its window of the
-    rolled image that were within a window of it before the roll."""
-    side, w, shift = x.shape[0], attn.window, attn.shift
-    q, k, v = attn.qkv(x).view(side, side, 3, attn.heads, -1).unbind(2)
-    out = torch.zeros_like(v)
-
-    def moved(place):
-        return (place - shift) % side
-
-    def spaced(step):
-        step = torch.tensor(8.0 * step / max(w - 1, 1))
-        return step.sign() * (step.abs() + 1).log2() / 3
-
-    for i in range(side):
-        for j in range(side):
-            seen = [
-                (a, b) for a in range(side) for b in range(side)
-                if moved(a) // w == moved(i) // w and moved(b) // w == moved(j) // w
-                and abs(a - i) < w and abs(b - j) < w
-            ]  # fmt: skip
-            steps = torch.tensor(
-                [[spaced(moved(i) - moved(a)), spaced(moved(j) - moved(b))] for a, b in seen]
-            )
-            bias = attn.cpb_mlp(steps)
-            keys, values = (torch.stack([t[a, b] for a, b in seen]) for t in (k, v))
-            scores = (q[i, j] * keys).sum(-1) / q.shape[-1] ** 0.5 + bias
-            out[i, j] = (scores.softmax(0)[..., None] * values).sum(0)
-    return attn.proj(out.flatten(2))
-
-
-@pytest.mark.parametrize("shift", [0, 2])
-def test_attention_is_that_of_every_patch_by_itself(shift):
-    torch.manual_seed(0)
-    attn = example("model").WindowAttention(8, 2, 4, shift, 8)
-    x = torch.randn(2, 8, 8, 8)
-    with torch.no_grad():
-        wanted = torch.stack([naive_attention(attn, one) for one in x])
-        torch.testing.assert_close(attn(x), wanted, rtol=1e-4, atol=1e-5)
-
-
 def updates(options, first, last, folder=None):
     """Losses of updates of a run without noise, over all ranks; saved at the end in ``folder``."""
     train, model = example("train"), example("model")
