@@ -72,7 +72,7 @@ def test_there_is_no_torchaudio_that_cannot_be_imported():
 def test_the_extras_have_the_pinned_versions():
     pinned = pins("constraints.txt") | pins("constraints-extras.txt")
     setup = (ROOT / "setup.py").read_text()
-    for extra, count in (("vision", 2), ("hosts", 6)):
+    for extra, count in (("vision", 2), ("export", 2), ("hosts", 6)):
         listed = re.search(rf'"{extra}": \[(.*?)\]', setup, re.DOTALL)[1]
         ranges = re.findall(r'"([\w-]+)([>=]=)([\d.]+)(?:,<([\d.]+))?"', listed)
         assert len(ranges) == listed.count('"') // 2 == count

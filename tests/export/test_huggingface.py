@@ -1,10 +1,9 @@
 """Exported models in transformers: fairseq's logits, hypotheses and tokenization."""
 
 import json
-import re
 import shutil
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -352,21 +351,3 @@ def test_a_symbol_that_is_listed_twice_has_its_later_number(tmp_path):
     assert want[:-1].tolist() == [6, VOCABULARY - 1]
     assert tokenizer("w2 w3")["input_ids"] == [0, 6, VOCABULARY - 1]  # behind <s>
     assert len(tokenizer) == VOCABULARY
-
-
-def test_the_extra_brings_no_torch():
-    """Whatever is required of what it names, and the tested versions are among its own."""
-    from packaging.requirements import Requirement
-
-    setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
-    (listed,) = re.findall(r'^ +"export": (\[.*\]),$', setup, re.MULTILINE)
-    waiting, seen = [Requirement(text) for text in json.loads(listed)], {}
-    assert {each.name for each in waiting} == {"transformers", "safetensors"}
-    assert all(metadata.version(each.name) in each.specifier for each in waiting)
-    while waiting:
-        each = waiting.pop()
-        if each.name in seen or (each.marker and not each.marker.evaluate({"extra": ""})):
-            continue
-        seen[each.name] = each
-        waiting += map(Requirement, metadata.requires(each.name) or ())
-    assert "tokenizers" in seen and "torch" not in seen

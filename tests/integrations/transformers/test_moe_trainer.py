@@ -6,7 +6,7 @@ Training on several ranks, clipping and resuming: tests/examples/test_hosts.py.
 import pytest
 import torch
 from helpers.assertions import assert_same_state
-from helpers.sparse_models import make, tokens
+from tiny_models import make, tokens
 
 from fairseq_tutel import training
 from fairseq_tutel.integrations.transformers import replace_moe

@@ -97,15 +97,18 @@ def refused(folder: str) -> nn.Module | None:
     return None
 
 
-def make(folder: str, seed: int = 0) -> nn.Module:
-    """Return a tiny model in evaluation, with weights large enough that routing shows."""
+def make(folder: str, **more: Any) -> nn.Module:
+    """Return a tiny model in evaluation, with weights large enough that routing shows.
+
+    ``more``: other options of its config.
+    """
     cls = model_class(folder)
     kind = cls.config_class
     own = OWN.get(folder, {})
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
     given = {name: value for name, value in SIZES.items() if name in known}
-    torch.manual_seed(seed)
-    model = cls(kind(**{**given, **own})).eval()
+    torch.manual_seed(0)
+    model = cls(kind(**{**given, **own, **more})).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("correction_bias", "expert_bias")):
@@ -117,8 +120,8 @@ def make(folder: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def tokens(rows: int = 4, length: int = 9) -> torch.Tensor:
-    return torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(1))
+def tokens(rows: int = 4, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 60, (rows, 9), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model: nn.Module) -> torch.Tensor:
