@@ -26,12 +26,16 @@ LOADS = [
     {"update": 15, "layers": {"3": [1, 3, 2], "11": [2, 2, 0]}},  # the run got an expert more
     {"update": 5, "layers": {"3": [4, 0], "11": [4, 0]}, "utilisation": {"3": {"slot": 50.0}}},
 ]
+ABOUT = (
+    "float32, model dim 4096, 512 experts, top-2, 134238208 expert parameters per layer and rank, "
+    "capacity 256 to 383"
+)
 CHOICE = {"algorithm": "2dh", "overlap_degree": 4}
 EXCHANGES = [
     {"update": 3, "what": "trial", "key": "a", "choice": CHOICE, "samples": [4000, 5000]},
     {"update": 4, "what": "decision", "key": "a", "choice": CHOICE, "us": 4500},
     {"update": 9, "what": "trial", "key": "b", "choice": {**CHOICE, "r": 2}, "samples": [9],
-     "about": "float32, top-2"},
+     "about": ABOUT},
 ]  # fmt: skip
 
 
@@ -105,22 +109,10 @@ def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     shares = [[2, 0.5, 0.5], [0, 1.5, 1.5], [float("nan"), float("nan"), 1]]  # by expert
     for row, want in zip(of_layer.filled(float("nan")).tolist(), shares, strict=True):
         assert row == pytest.approx(want, nan_ok=True)
-    titles = [axes.get_title() for axes in exchange.axes]
-    assert titles == ["a", "float32, top-2"]
+    key, words = (axes.get_title() for axes in exchange.axes)
+    assert (key, words.split()) == ("a", ABOUT.split())
+    assert max(map(len, words.splitlines())) <= 60  # beside the legend
     assert picture.choice_name(EXCHANGES[-1]["choice"]) == "2dh d=4 r=2"
-
-
-def test_the_words_of_a_key_fit_beside_the_legend(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    figures = spied(monkeypatch, picture, "_figure")
-    about = (
-        "float32, model dim 4096, 512 experts, top-2, 134238208 expert parameters per layer and "
-        "rank, capacity 256 to 383"
-    )
-    picture.draw_exchange([{**EXCHANGES[0], "about": about}], tmp_path / "exchange.png")
-    ((*_, (figure, _)),) = figures
-    title = figure.axes[0].get_title()
-    assert title.split() == about.split() and max(map(len, title.splitlines())) <= 60
 
 
 def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):

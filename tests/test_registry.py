@@ -1,6 +1,6 @@
 """Names, options and flags of what is chosen by name."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -101,16 +101,3 @@ def test_taken_names_and_flags_are_refused(registry):
         registry.register("other")(Other)
     registry.register("plain")(Plain)  # a file that is imported twice
     assert list(registry) == ["plain", "tuned"]
-
-
-def test_a_listener_is_called_once_per_registration(registry):
-    seen = []
-
-    def listener():
-        seen.append(list(registry))
-
-    registry.on_change(listener)
-    registry.on_change(listener)
-    registry.register("a")(type("A", (Plain,), {}))
-    assert seen == [["a", "plain", "tuned"]]
-    assert all(field.metadata["help"] for field in fields(Tuned.Options))

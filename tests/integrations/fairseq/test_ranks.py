@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.training import make_config, make_trainer
 
-from fairseq_tutel.command_line.starters import Started, started
 from fairseq_tutel.integrations.fairseq.programs import ranks
 
 TORCHRUN = {
@@ -25,21 +24,6 @@ def cfg():
 
 
 @pytest.mark.parametrize(
-    "env, place",
-    [
-        (SRUN, Started("srun", 1, 4)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Started("mpiexec", 0, 2)),
-        ({**SRUN, **TORCHRUN}, Started("torchrun", 1, 2)),
-        # alone: one process, or the batch script of a job with several tasks
-        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, Started("", 0, 1)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Started("", 0, 1)),
-    ],
-)
-def test_who_started_this_process(env, place):
-    assert started(env) == place
-
-
-@pytest.mark.parametrize(
     "devices, cpu, device_id, backend",
     [(0, False, 0, "gloo"), (8, True, 0, "gloo"), (1, False, 0, "nccl"), (8, False, 1, "nccl")],
 )
@@ -55,7 +39,12 @@ def test_processes_of_torchrun_become_one_job(monkeypatch, cfg, devices, cpu, de
 
 @pytest.mark.parametrize(
     "env, method",
-    [({}, None), ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None), (TORCHRUN, "tcp://else:1")],
+    [
+        ({}, None),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script
+        (TORCHRUN, "tcp://else:1"),
+    ],
 )
 def test_a_process_alone_stays_alone_and_an_init_method_wins(cfg, env, method):
     cfg.distributed_training.distributed_init_method = method

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from fairseq import checkpoint_utils, tasks
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
 from helpers.training import (
@@ -34,6 +35,8 @@ CASES = {
                                 "--ddp-backend pytorch_ddp --weight-decay 0.01",
     "E=4 warm-up, momentum": "--moe-expert-count 4 --optimizer nag --lr 0.1 "
                              "--lr-scheduler inverse_sqrt --warmup-updates 8",
+    "E=2 in slices, fp16 statistics": "--moe-expert-count 2 --memory-efficient-fp16 "
+                                      "--fp16-init-scale 8 --fp16-adam-stats",
     "E=4 lora": "--moe-expert-count 4 --moe-lora-rank 2 --lr 0.1",
     "translation, E=4": "--moe-expert-count 4 --moe-freq 1 --moe-cmr --use-moe-pad-mask",
 }  # fmt: skip
@@ -62,8 +65,10 @@ def _own_batches(name, update):
 
 def _place(name, cfg, saved_by=None):
     """Half of the ranks hold all experts; other groups where as many ranks as saved go on."""
+    world_size = process_world()[1]
+    if "in slices" in name and world_size == 4:
+        cfg.model.moe_expert_placement, cfg.model.moe_parallelism_r = "sliced", "2"
     if "in groups" in name:
-        world_size = process_world()[1]
         sizes = {1: 1, 2: 2, 4: 1} if saved_by == world_size else {1: 1, 2: 1, 4: 2}
         cfg.model.moe_expert_parallel_size = sizes[world_size]
 
@@ -151,10 +156,10 @@ def resumed(folder, through):
 def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through, resumed):
     half = "16" in name
     same = saved_by == world_size
-    weights = {}  # of all ranks: of what is in groups, they may hold other experts
+    weights = {}  # of all ranks: in groups, they may hold other experts
     for found in through(world_size):
         weights |= found[name][1]
-    for (want, _), (losses, end, position) in zip(
+    for (want, own), (losses, end, position) in zip(
         (found[name] for found in through(world_size)),
         (found[name] for found in resumed(saved_by, world_size)),
         strict=True,
@@ -166,9 +171,18 @@ def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through,
         assert losses == pytest.approx(want[HALF:], rel=5e-3 if other else 1e-5)
         for key, value in end.items():
             if not key.endswith("k_proj.bias"):
-                assert rms_ratio(value, weights[key]) < (5e-2 if other else 1e-4), key
+                assert rms_ratio(value, {**weights, **own}[key]) < (5e-2 if other else 1e-4), key
         # one step of W ranks consumed W batches
         assert position["iterations_in_epoch"] == 12 * saved_by // world_size
+
+
+def test_a_set_of_slices_is_evaluated_with_whole_experts(folder, through):
+    """On one rank r=2 would be refused."""
+    through(4)
+    name = "E=2 in slices, fp16 statistics"
+    path, task = _path(folder, name, 4), tasks.setup_task(configs()[name].task)
+    (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task)
+    assert model.moe_groups.placement == "replicated"
 
 
 def _reset(cfg, folder, names):

@@ -101,13 +101,3 @@ def test_a_rank_that_fails_ends_all(where, message):
     first, second = run_ranks(_fail, 2, where, timeout=40)
     assert second.startswith(message)
     assert first == "RuntimeError: rank 1 failed in generation; see its error"
-
-
-def _alone():
-    decoder = _model().models[0].decoder
-    with pytest.raises(ValueError, match="spread over 2 ranks, which generate together only from"):
-        decoder(torch.tensor([[2, 5]]), incremental_state={})
-
-
-def test_a_pass_outside_of_generation_is_refused():
-    run_ranks(_alone, 2)

@@ -15,11 +15,7 @@ from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
 from torch import nn
 
 from fairseq_tutel.distributed import agreement, process_world
-from fairseq_tutel.integrations.fairseq.models import (
-    TransformerMoE,
-    TransformerMoEConfig,
-    name_with_experts,
-)
+from fairseq_tutel.integrations.fairseq.models import TransformerMoE, TransformerMoEConfig
 from fairseq_tutel.integrations.fairseq.options.command_line import REFUSED_TASKS
 from fairseq_tutel.integrations.fairseq.options.options import run_options
 
@@ -214,13 +210,6 @@ def test_sets_of_the_official_release_load_elsewhere():
     names = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "fc1_bias", "fc2_weight")
     state |= {f"encoder.layers.0.{name}": torch.zeros(3) for name in names}
     model.load_state_dict(state)
-
-
-def test_checkpoints_of_metas_branches_find_their_architecture():
-    assert name_with_experts("transformer") == "transformer_moe"
-    assert name_with_experts("transformer_24_24") == "transformer_moe"
-    assert name_with_experts("transformer_lm_gpt2_bigger") == "transformer_lm_gpt_moe"
-    assert name_with_experts("transformer_moe") == "transformer_moe"
 
 
 def _translate(model, task, batch, beam):
