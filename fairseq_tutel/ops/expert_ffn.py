@@ -129,11 +129,8 @@ def network_operator(name: str, bwd: Operator, fake_out: Callable, *leading: str
     """Return the operator of the network on the rows that its first tensors give, with gradient.
 
     A name that ends in ``_fp8`` multiplies in e4m3; its gradient is that of exact products.
-
-    Args:
-        bwd: result of :func:`network_bwd_operator`.
-        fake_out: makes the output without values from the first tensors.
-        leading: names of these tensors; the first is differentiable.
+    ``leading`` are names of these tensors, of which the first is differentiable; ``fake_out`` makes
+    the output without values from them.
     """
     count, function = len(leading), f"{name.removesuffix('_fp8')}_fwd"
     precision = {"fp8": True} if name.endswith("_fp8") else {}

@@ -244,14 +244,9 @@ def lean_chunk_bwd(
 ) -> tuple[Tensor, Tensor, FFNChunk, FFNChunkGradient]:
     """Compute all gradients of a chunk but those of weights.
 
-    Args:
-        rows: rows that were sent again; None if the chunk keeps them.
-        dy: gradient of the token of each row, not multiplied by the row's weight.
-        weight_R: (R,), weights of the rows, in fp32 (fp64).
-
-    Returns:
-        gradients of the rows, (0,) if not needed, and of the weights; what
-        :func:`ffn_chunks_bwd_params` takes.
+    ``rows`` were sent again; None if the chunk keeps them. ``dy`` is the gradient of each row's
+    token, not multiplied by the row's weight in ``weight_R``, fp32 (fp64). Return the gradients of
+    the rows, (0,) if not needed, and of the weights; and what :func:`ffn_chunks_bwd_params` takes.
     """
     if rows is None:
         rows = restore(chunk.rows, chunk.row_scale, dy).view(dy.shape)

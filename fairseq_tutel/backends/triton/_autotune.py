@@ -169,11 +169,8 @@ def launch(
 def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) -> T:
     """Call the implementation that was the fastest when this key was first tuned.
 
-    Args:
-        key: what implementations are compared for: the product, its sizes and dtype.
-        tune: whether the work is large enough. Smaller work takes the first implementation.
-        candidates: implementations of one result. One that needs more resources than the GPU has
-            is left out.
+    The key has the product, its sizes and dtype. Work that is too small (``tune``) takes the first
+    implementation. One that needs more resources than the GPU has is left out.
     """
     if not tune or len(candidates) == 1 or _pinned():
         return candidates[0]()

@@ -26,12 +26,9 @@ from .plan import Move
 class WeightMoves:
     """Transfers of one step for one set of stacked weights: :meth:`start`, then :meth:`wait`.
 
-    Args:
-        moves: all moves of the plan, equal on all ranks.
-        groups: placement of the experts.
-        stream: queue of the exchanges. The caller's thread runs no collective of the exchange group
-            between start and wait.
-        record: counts the bytes that this rank sends (default None).
+    ``moves`` are those of the whole plan, equal on all ranks. Between start and wait the caller's
+    thread runs no collective of the exchange group. ``record`` counts the bytes that this rank
+    sends.
     """
 
     def __init__(

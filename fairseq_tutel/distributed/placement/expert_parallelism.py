@@ -138,12 +138,8 @@ def gather_weights(
 
     The gradient of a rank's weights is the sum over the ranks that gathered them, in fp32 (fp64 for
     fp64). A tensor that is not cut (fc2's bias) is added to the outputs by one rank only, so its
-    gradient is zero on other ranks.
-
-    Args:
-        params: tensors [n, ...] with n/e kinds of weights of e experts.
-        dims: dimension of each expert's tensor that is cut into slices; None if it is not cut.
-        parallelism: parallelism of the placement that holds the tensors.
+    gradient is zero on other ranks. ``params`` are [n, ...] with n/e kinds of weights of e experts;
+    ``dims`` the dimension of each expert's tensor that is cut into slices, or None.
     """
     gathered = _Gather.apply(parallelism, dims, *params)
     if parallelism.gather_size == 1:

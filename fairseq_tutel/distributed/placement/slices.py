@@ -120,7 +120,7 @@ class SliceGather:
             for name, part in slices.items():
                 shape = whole_shape(part.shape, name, groups.num_slices)
                 self._wholes[name] = torch.empty(shape, dtype=part.dtype, device=device)
-        sizes = [_bytes(rows) for rows, _ in self._pieces()]
+        sizes = [rows.nbytes for rows, _ in self._pieces()]
         width = -(-max(sizes, default=0) // _ALIGNMENT) * _ALIGNMENT
         count = 1 + (groups.num_slices if self._wholes is not None else 0)
         self._buffers = torch.empty(
@@ -132,7 +132,7 @@ class SliceGather:
         send, *receive = self._buffers
         first = self._groups.rank % self._groups.ep_size  # global rank that has slice 0
         for rows, targets in self._pieces():
-            size = _bytes(rows)
+            size = rows.nbytes
             _as(send, rows).copy_(rows)
             parts = [buffer[:size] for buffer in receive] or None
             dist.gather(send[:size], parts, dst=first, group=self._groups.replica_group)
@@ -143,7 +143,7 @@ class SliceGather:
     def _pieces(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Yield rows of this slice; on the rank with slice 0 also every slice's place for them."""
         for name, part, dim in self._slices:
-            step = max(1, self.piece_bytes // max(1, _bytes(part[:1])))
+            step = max(1, self.piece_bytes // max(1, part[:1].nbytes))
             for start in range(0, part.shape[0], step):
                 targets = []
                 if self._wholes is not None:
@@ -152,10 +152,6 @@ class SliceGather:
                 yield part[start : start + step], targets
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _as(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the beginning of a buffer of bytes as a tensor of ``like``'s dtype and shape."""
-    return buffer[: _bytes(like)].view(like.dtype).view(like.shape)
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)
