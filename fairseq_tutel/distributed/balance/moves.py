@@ -9,7 +9,6 @@ Both transfers run while each rank computes its own rows::
 helpers' gradients to its own in the order of their ranks, so results do not depend on timing.
 """
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..exchanges.exchange import ExchangeRecord
-from ..exchanges.streams import Stream
+from ..exchanges.streams import Stream, UnderWay
 from ..placement.groups import ExpertParallelGroups
 from .plan import Move
 
 
-class WeightMoves:
+class WeightMoves(UnderWay):
     """Transfers of one step for one set of stacked weights: :meth:`start`, then :meth:`wait`.
 
     ``moves`` are those of the whole plan, equal on all ranks. Between start and wait the caller's
@@ -48,7 +47,6 @@ class WeightMoves:
         self._to_P = [sum(helper == rank for helper, _ in sent) for rank in ranks]
         self._from_P = [sum(expert // local == rank for expert in self.helped) for rank in ranks]
         self._shapes: list[torch.Size] = []  # of one expert's part of each parameter
-        self._under_way = None  # (function that waits, memory to fill, memory that is read)
 
     def start(
         self, params: Sequence[torch.Tensor]
@@ -78,11 +76,6 @@ class WeightMoves:
             part.reshape(-1, *shape[1:]) for part, shape in zip(parts, self._shapes, strict=True)
         )
 
-    def drain(self) -> None:
-        """Wait until the stream uses no memory of the moves any more; drop its error."""
-        with contextlib.suppress(Exception):
-            self._arrive()
-
     def _pack(self, params):
         """Return [s, N]: one row of all weights of each expert that is sent."""
         experts = self._groups.num_local_experts
@@ -98,13 +91,6 @@ class WeightMoves:
             dist.all_to_all_single(received, message, from_P, to_P, group=self._groups.ep_group)
 
         self._under_way = self._stream.submit(travel), received, message
-        return received
-
-    def _arrive(self):
-        assert self._under_way is not None
-        wait, received, _ = self._under_way
-        wait()
-        self._under_way = None
         return received
 
     def _add_helpers(self, grads, arrived):

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .algorithm import Direction, ExchangeAlgorithm, Splits
-from .streams import Stream
+from .streams import Stream, UnderWay
 
 
 @dataclass
@@ -165,15 +165,13 @@ class Exchange:
             self.codec.decode(arrived, direction, received)
 
 
-class Handle:
+class Handle(UnderWay):
     """Handle of a queued exchange, from :meth:`Exchange.start`; wait for it once."""
 
     def __init__(self, exchange, direction, splits, stream, record, into):
         self._exchange, self._direction, self._splits = exchange, direction, splits
         self._stream, self._record, self._into = stream, record, into
         self._unfilled: torch.Tensor | None = None
-        # (function that waits, memory to fill, memory that is read) of the running exchange
-        self._under_way: tuple | None = None
 
     def wait(self) -> torch.Tensor:
         """Return the received rows, [n', ...]. Differentiable. Raise the error of the exchange."""
@@ -181,11 +179,6 @@ class Handle:
             raise RuntimeError(f"the {self._direction.value} exchange was waited for before")
         unfilled, self._unfilled = self._unfilled, None
         return _Wait.apply(unfilled, self)
-
-    def drain(self) -> None:
-        """Wait until the exchange uses no memory any more, and drop its error."""
-        with contextlib.suppress(Exception):
-            self._arrive()
 
     def _send(self, rows, direction):
         exchange, splits = self._exchange, self._splits
@@ -200,14 +193,6 @@ class Handle:
             exchange._decode(arrived, received, direction)
 
         self._under_way = (finish, received, message)
-        return received
-
-    def _arrive(self):
-        if self._under_way is None:
-            return None
-        finish, received, _ = self._under_way
-        finish()
-        self._under_way = None
         return received
 
 
