@@ -1,10 +1,11 @@
 """Balance loss over the tokens of all ranks: of one forward pass, or of a whole update."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ..distributed import process_world, sum_tensor_over_ranks_
+from ..distributed import sum_tensor_over_ranks_
 from .reports import MoEAux
 from .torch_modes import in_backward, outside_checkpoints, untraced
 
@@ -34,23 +35,16 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
 def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
     """Return the counts of each report's loss, int64 [E + 1]; known ones in a recomputation."""
     again = in_backward()
-    known_L: list[torch.Tensor | None] = [
+    pairs_L: list[Any] = [
         aux.update_load.pairs if again and aux.update_load else None for aux in waiting
     ]
-    new = [aux for aux, known in zip(waiting, known_L, strict=True) if known is None]
-    mine = [aux.balance_counts for aux in new if aux.balance_counts is not None]
-    sums = iter(())
+    new = [number for number, pairs in enumerate(pairs_L) if pairs is None]
+    mine: list[Any] = [waiting[number].balance_counts for number in new]
     if mine:
-        counts = torch.cat(mine)
-        if process_world()[1] > 1:
-            sum_tensor_over_ranks_(counts)
-        sums = iter(counts.split([len(each) for each in mine]))
-    pairs_L = []
-    for aux, pairs in zip(waiting, known_L, strict=True):
-        if pairs is None:
-            pairs = next(sums)
-            pairs = pairs if aux.update_load is None else aux.update_load.add(pairs)
-        pairs_L.append(pairs)
+        sums = sum_tensor_over_ranks_(torch.cat(mine)).split([len(each) for each in mine])
+        for number, pairs in zip(new, sums, strict=True):
+            load = waiting[number].update_load
+            pairs_L[number] = pairs if load is None else load.add(pairs)
     return pairs_L
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from ..distributed import ExpertParallelGroups, process_world, sum_tensor_over_ranks_
+from ..distributed import ExpertParallelGroups, sum_tensor_over_ranks_
 from ..moe.model import moe_layers
 from .gradients import reduce_expert_grads, sq_norm_of_copies
 
@@ -133,9 +133,7 @@ class BackwardUpdates:
         """
         total = torch.zeros((), dtype=torch.float64) if self._sq_norm is None else self._sq_norm
         self._sq_norm = None
-        if process_world()[1] > 1:
-            sum_tensor_over_ranks_(total)
-        return (total / self._num_replicas).float()
+        return (sum_tensor_over_ranks_(total) / self._num_replicas).float()
 
     def remove(self) -> None:
         """Leave the experts to ``optimizer.step()`` again."""

@@ -185,10 +185,8 @@ def check_copies(name: str, probe: nn.Module, x: Tensor) -> None:
         wanted[:2] = (each.flatten(0, 1) for each in wanted[:2])
         try:
             found, single, none = (call_seeded(probe, each) for each in (rows, rows[:1], rows[:0]))
-            fits = same(found, wanted) and (single[0].shape, none[0].shape) == (
-                rows[:1].shape,
-                rows[:0].shape,
-            )
+            shapes = single[0].shape, none[0].shape
+            fits = same(found, wanted) and shapes == (rows[:1].shape, rows[:0].shape)
             reason = "the results differ, as if it drew or counted by sequence (DropPath)"
         except Exception as error:
             fits, reason = False, f"{type(error).__name__}: {error}"
