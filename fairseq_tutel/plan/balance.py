@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributed.balance import (
-    BalancePlan,
-    break_even_rows,
-    plan_step,
-    rows_while_travelling,
-)
+from ..distributed.balance import BalancePlan, break_even_rows, plan_step, rows_while_travelling
 
 if TYPE_CHECKING:
     from .parameters import StackParameters
@@ -39,22 +34,14 @@ class LayerSpeeds:
 
     On a duplex link ``both_ways`` equals ``one_way``. If both directions share the link's speed, it
     is twice ``one_way``.
-
-    Attributes:
-        row: the experts' products of one row in a forward pass, half of those in a backward pass.
-        row_alone: the same while the other ranks wait; less if ranks share a processor.
-        one_way: all exchanges of one row in a step if its link sends one way.
-        both_ways: the same if the link sends as many rows the other way.
-        move: one way of an expert's weights.
-        forwards: forward passes of a step; 2 with activation checkpointing.
     """
 
-    row: float
-    row_alone: float
-    one_way: float
-    both_ways: float
-    move: float
-    forwards: int = 1
+    row: float  # experts' products of one row in a forward pass, half of those in a backward pass
+    row_alone: float  # the same while the other ranks wait; less if ranks share a processor
+    one_way: float  # all exchanges of one row in a step if its link sends one way
+    both_ways: float  # the same if the link sends as many rows the other way
+    move: float  # one way of an expert's weights
+    forwards: int = 1  # forward passes of a step; 2 with activation checkpointing
 
     def seconds(self, plan: BalancePlan) -> float:
         """Return the time of a step's products, exchanges and visible moves."""
@@ -80,11 +67,7 @@ class LayerSpeeds:
 def one_busy_rank(rows: int, ranks: int, local: int, utilisation: float) -> torch.Tensor:
     """Count rows of which rank 0 gets ``1 / utilisation`` times the mean, int64 [P, E].
 
-    Args:
-        rows: of each rank.
-        ranks: P.
-        local: experts of each rank; they share its rows evenly.
-        utilisation: mean over largest load of the ranks, 1/P..1.
+    Each of the P ranks has ``rows`` rows, which its ``local`` experts share evenly.
     """
     busy = round(rows / ranks / utilisation)
     shares = [(busy, local), (rows - busy, local * (ranks - 1))]
@@ -114,9 +97,8 @@ def rows_that_pay(plan: Plan) -> int:
 def help_of(plan: Plan, utilisation: float) -> Help:
     """Predict an update in which one rank of an exchange group is busy.
 
-    Args:
-        plan: of a run without a capacity, with even loads.
-        utilisation: mean over largest load of the ranks, 0..1.
+    The plan is that of a run without a capacity, with even loads. ``utilisation`` is the mean over
+    the largest load of the ranks, 0..1.
     """
     without = helped = plan.time.total
     sizes = plan.traffic.rows, plan.traffic.exchange_ranks, plan.parameters.local_experts

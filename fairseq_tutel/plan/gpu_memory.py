@@ -105,7 +105,9 @@ def _layers_of_stack(
     if model.checkpoint_activations:
         on_gpu = not model.offload_activations
         checkpoint = settings.tokens * b * stack.dim * on_gpu
-    dense = Layer(counted.dense_layer, *_dense_bytes(settings, stack), checkpoint=checkpoint)
+    ffn, gradients = _ffn_bytes(settings, stack, max(stack.dense_widths, default=0))
+    kept = _attention_bytes(settings, stack) + ffn
+    dense = Layer(counted.dense_layer, kept, 0, gradients, checkpoint=checkpoint)
     if not stack.sparse:
         return [dense] * stack.layers
     here = counted.moe_layer + counted.local
@@ -134,12 +136,6 @@ def _attention_bytes(settings: Settings, stack: Stack) -> int:
         scores = stack.heads * settings.tokens_per_sample
         per_token += (6 * b + mask) * stack.dim + scores * table
     return settings.tokens * per_token
-
-
-def _dense_bytes(settings: Settings, stack: Stack) -> tuple[int, int, int]:
-    """Return (activations, dispatch buffers, gradients of activations) of a dense layer."""
-    ffn, gradients = _ffn_bytes(settings, stack, max(stack.dense_widths, default=0))
-    return _attention_bytes(settings, stack) + ffn, 0, gradients
 
 
 def _ffn_bytes(settings: Settings, stack: Stack, hidden: int) -> tuple[int, int]:

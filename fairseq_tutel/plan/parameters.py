@@ -117,12 +117,9 @@ def _count_stack(stack: MoEStack, groups: ExpertParallelGroups | None) -> StackP
     if not sparse:
         return counted
     number, layer = next(iter(sparse.items()))
-    counted = dataclasses.replace(
-        counted,
-        moe_layers=len(sparse),
-        moe_layer=layers[number],
-        **expert_sizes(layer.experts),
-    )
+    sizes = expert_sizes(layer.experts)
+    moe = {"moe_layers": len(sparse), "moe_layer": layers[number]}
+    counted = dataclasses.replace(counted, **moe, **sizes)
     held = counted.sliceable // groups.num_slices + counted.unsliced
     return dataclasses.replace(counted, local=held * groups.num_local_experts)
 

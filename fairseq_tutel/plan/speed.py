@@ -28,7 +28,7 @@ from ..distributed.exchanges import Direction, LinearExchange
 from ..moe.wire import row_bytes
 from .gpu_memory import Memory, stepped_parameters
 from .hardware import Hardware
-from .parameters import Parameters, StackParameters
+from .parameters import Parameters
 from .settings import Settings
 from .work import Traffic, Work
 
@@ -77,44 +77,29 @@ def exchange_time(
     """
     if not work.exchanges:
         return ExchangeTime()
-    parts = [
-        _exchange_time(settings, stack.dim, counted, traffic, work.exchange_peers, hardware)
-        for stack, counted in zip(settings.stacks, parameters.stacks, strict=True)
-        if counted.moe_layers
-    ]
-    columns = zip(*map(dataclasses.astuple, parts), strict=True)
-    return ExchangeTime(*map(sum, columns))
-
-
-def _exchange_time(
-    settings: Settings,
-    dim: int,
-    counted: StackParameters,
-    traffic: Traffic,
-    peers: int,
-    hardware: Hardware,
-) -> ExchangeTime:
-    """Predict the exchanges of the layers of one stack."""
-    model, choice, b = settings.model, settings.exchange, settings.precision.element
-    degree = choice.overlap_degree
-    products = traffic.rows * 2 * counted.products / hardware.product_rate(b) / degree
+    choice, b, sent = settings.exchange, settings.precision.element, traffic.sent
+    degree, predict = choice.overlap_degree, EXCHANGES.get(choice.algorithm).predict
     directions = (Direction.DISPATCH, Direction.COMBINE, Direction.DISPATCH_GRADIENT)
     dtype = torch.float16 if b == 2 else torch.float32
-    widths = [row_bytes(choice, dim, dtype, direction) for direction in directions]
-    predict, sent = EXCHANGES.get(choice.algorithm).predict, traffic.sent
-    there, back, gradient = (predict(sent * width / degree, peers, hardware) for width in widths)
-    # written and read at both ends
-    casts = [2 * sent * (dim * b + w) / hardware.stream if w < dim * b else 0.0 for w in widths]
-    forward = exposed(there, products, back, degree)
-    # an exchange of the backward pass waits for the gradients of rows, not of weights
-    backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
-    layers = counted.moe_layers * settings.update_freq
-    passes = 2 if model.checkpoint_activations else 1  # forward passes, with recomputation
-    return ExchangeTime(
-        exposed=layers * (passes * forward + backward),
-        carried=layers * degree * (passes * (there + back) + 2 * gradient),
-        casts=layers * (passes * (casts[0] + casts[1]) + 2 * casts[2]),
-    )
+    passes = 2 if settings.model.checkpoint_activations else 1  # forward ones, with recomputation
+    waiting = carried = casting = 0.0
+    for stack, counted in zip(settings.stacks, parameters.stacks, strict=True):
+        layers = counted.moe_layers * settings.update_freq
+        products = traffic.rows * 2 * counted.products / hardware.product_rate(b) / degree
+        widths = [row_bytes(choice, stack.dim, dtype, direction) for direction in directions]
+        there, back, gradient = (
+            predict(sent * width / degree, work.exchange_peers, hardware) for width in widths
+        )
+        row = stack.dim * b
+        # written and read at both ends
+        casts = [2 * sent * (row + w) / hardware.stream if w < row else 0.0 for w in widths]
+        forward = exposed(there, products, back, degree)
+        # an exchange of the backward pass waits for the gradients of rows, not of weights
+        backward = exposed(gradient, products, gradient, degree, meanwhile=degree * products)
+        waiting += layers * (passes * forward + backward)
+        carried += layers * degree * (passes * (there + back) + 2 * gradient)
+        casting += layers * (passes * (casts[0] + casts[1]) + 2 * casts[2])
+    return ExchangeTime(waiting, carried, casting)
 
 
 def ring_time(size: float, ranks: int, near: int, hardware: Hardware) -> float:

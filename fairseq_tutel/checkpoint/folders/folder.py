@@ -41,21 +41,19 @@ class Folder:
             raise CheckpointError(f"{file}: no such file; weights are read from safetensors alone")
         # mapped: nothing is read yet
         opened = [safe_open(self.path / name, "pt") for name in files]
-        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-        self._stored = {name: name for name in self._files}
+        # name -> (file, name in it)
+        self._tensors = {name: (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
 
     @property
     def names(self) -> Set[str]:
         """Names of the tensors."""
-        return self._stored.keys()
+        return self._tensors.keys()
 
     def join(self, name: str, others: Sequence[str]) -> None:
         """Drop the other names of a tied tensor: ``name`` alone stands for it, if it is stored."""
-        there = [each for each in (name, *others) if each in self._stored]
-        for each in there:
-            del self._stored[each]
+        there = [self._tensors.pop(each) for each in (name, *others) if each in self._tensors]
         if there:
-            self._stored[name] = there[0]
+            self._tensors[name] = there[0]
 
     def read(self, place: Place, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of this shape whose elements begin at a place."""
@@ -75,8 +73,8 @@ class Folder:
         return torch.Size(self._slice(name).get_shape()).numel()
 
     def _slice(self, name: str) -> Any:
-        stored = self._stored[name]
-        return self._files[stored].get_slice(stored)
+        file, stored = self._tensors[name]
+        return file.get_slice(stored)
 
     def symbols(self, count: int) -> list[str] | None:
         """Return the tokenizer's first ``count`` symbols; None if fairseq's do not come first."""

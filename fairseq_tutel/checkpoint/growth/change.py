@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..layout import CheckpointError, count_rank_files
@@ -58,8 +59,8 @@ def write_change(
     if isinstance(extra := state.get("extra_state"), Mapping):
         kept = {name: each for name, each in extra.items() if name not in _FOR_NUM_EXPERTS}
         state["extra_state"] = kept
-    earlier = [{**each.stored(), "ramp": 0, "held": {}} for each in history_of(state)]
-    state[GROWTH] = [*earlier, entry.stored()]
+    earlier = [{**asdict(each), "ramp": 0, "held": {}} for each in history_of(state)]
+    state[GROWTH] = [*earlier, asdict(entry)]
     if ranks is not None:
         try:
             count_rank_files(entry.after, ranks)

@@ -13,7 +13,7 @@ to 0 over N updates as ``-(1000^left - 1)``, exponentially, because their spread
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -37,16 +37,12 @@ class Growth:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Growth:
-        """Read what :meth:`stored` returned; raise CheckpointError for anything else."""
+        """Read an entry that a set stores; raise CheckpointError for anything else."""
         kinds = dict.fromkeys((each.name for each in fields(cls)), int)
         kinds |= {"what": str, "how": str, "held": dict}
         if {name: type(value) for name, value in stored.items()} != kinds:
             raise CheckpointError(f"{GROWTH!r} has an invalid entry: {stored!r}")
         return cls(**stored)
-
-    def stored(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
-        return asdict(self)
 
     def left(self, update: int) -> float:
         """Return the share of the ramp that is left after an update, 1 to 0."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...moe import MoELayer
+from ...moe import MoEConfig, MoELayer
 from ...moe.torch_modes import hooks_of
 from .experts import Projections
 
@@ -71,10 +71,7 @@ class SparseBlock(NamedTuple):
     module: nn.Module  # a sparse block, or its experts
     experts: nn.Module  # holds the experts' parameters
     description: Description  # of the block; without a router if ``module`` is the experts
-
-    @property
-    def where(self) -> str:
-        return f"{self.name} ({type(self.module).__name__})"
+    config: MoEConfig  # options of routing of the layer
 
 
 def declared(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> Description:
@@ -125,8 +122,8 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def check_block(name: str, block: nn.Module) -> None:
-    """Raise ValueError for a block whose parameters are not those of a sparse block."""
+def check_block(name: str, block: nn.Module) -> Projections:
+    """Return its experts' matrices; raise ValueError if its parameters are no sparse block's."""
     where, experts = f"{name} ({type(block).__name__})", block.experts
     for module, prefix in ((experts, f"{name}.experts"), (block, name)):
         for key, param in module.named_parameters():
@@ -136,9 +133,10 @@ def check_block(name: str, block: nn.Module) -> None:
                 )
             if param.dtype not in _FLOATS:
                 raise ValueError(f"{prefix}.{key} is quantised ({param.dtype}): load it without")
-    Projections.of(where, experts)
+    projections = Projections.of(where, experts)
     dtypes = {param.dtype for param in experts.parameters()}
     if len(dtypes) > 1:
         raise ValueError(f"{where} has experts of several dtypes, {dtypes}: convert them to one")
     if any(any(hooks_of(each)) for each in (block, experts)):
         raise ValueError(f"{where} has hooks, which an MoE layer does not take over: remove them")
+    return projections

@@ -63,9 +63,8 @@ def replace_moe(
     others = {name: value for name, value in moe.items() if name not in names}
     found = find_blocks(model)
     blocks = [_read(name, module, allowed) for name, module in found.items()]
-    configs = [_config(block, allowed) for block in blocks]
-    for block, config in zip(blocks, configs, strict=True):
-        layer = _make_layer(block, config, groups or build_groups(config.num_experts), others)
+    for block in blocks:
+        layer = _make_layer(block, groups or build_groups(block.config.num_experts), others)
         parent, _, leaf = block.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
         block.experts.to("meta")  # its memory is free before the next layer takes as much
@@ -73,41 +72,37 @@ def replace_moe(
 
 
 def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBlock:
-    """Return what is replaced, the block or its experts; raise ValueError if neither can be."""
-    check_block(name, block)
-    experts = block.experts
-    where = f"{name} ({type(block).__name__})"
+    """Return what is replaced, the block or its experts; raise ValueError if neither can be.
+
+    ``allowed`` are the caller's options of routing, which go before those of the block.
+    """
+    projections = check_block(name, block)
+    where, experts = f"{name} ({type(block).__name__})", block.experts
     if type(block).__name__ in SPARSE_BLOCKS:
-        return SparseBlock(name, block, experts, declared(name, block, allowed))
-    projections = Projections.of(where, experts)
-    check_experts(where, experts, projections)
-    description = recognize(block, projections.shape[0])
-    if description.router:
-        return SparseBlock(name, block, experts, description)
-    if unused := [option for option in _OF_ROUTERS if option in allowed]:
-        raise ValueError(f"{where} goes on routing by itself: leave out {', '.join(unused)}")
-    return SparseBlock(f"{name}.experts", experts, experts, description)
-
-
-def _config(block: SparseBlock, allowed: Mapping[str, Any]) -> MoEConfig:
-    """Return the layer's options of routing; those that the caller gives go first."""
-    num_experts = Projections.of(block.where, block.experts).shape[0]
-    # a block that goes on routing may have any K
-    chosen = {"top_k": 1, "unnormalized_weights": True}
-    routing = block.description.routing if block.description.router else chosen
+        description = declared(name, block, allowed)
+    else:
+        check_experts(where, experts, projections)
+        description = recognize(block, projections.shape[0])
+    routing = description.routing
+    if not description.router:
+        if unused := [option for option in _OF_ROUTERS if option in allowed]:
+            raise ValueError(f"{where} goes on routing by itself: leave out {', '.join(unused)}")
+        name, block = f"{name}.experts", experts
+        routing = {"top_k": 1, "unnormalized_weights": True}  # the block may have any K
     options = {"capacity_factor": 0.0, **routing, **allowed}
-    return MoEConfig(num_experts=num_experts, **options)
+    config = MoEConfig(num_experts=projections.shape[0], **options)
+    return SparseBlock(name, block, experts, description, config)
 
 
 @torch.no_grad()
 def _make_layer(
-    block: SparseBlock, config: MoEConfig, groups: ExpertParallelGroups, others: dict[str, Any]
+    block: SparseBlock, groups: ExpertParallelGroups, others: dict[str, Any]
 ) -> MoELayer:
     """Make the layer for a block, with this rank's share of its weights and its other parts."""
     if groups.simulated:
         raise ValueError("simulated ranks have no share of a model's weights: leave them out")
-    experts, parts = block.experts, block.description
-    projections = Projections.of(block.where, experts)
+    name, _, experts, parts, config = block
+    projections = Projections.of(name, experts)
     _, model_dim, hidden_dim = projections.shape
     views, down = projections.views(), projections.down
     activation, biased = Activation(experts, projections), projections.up_bias is not None

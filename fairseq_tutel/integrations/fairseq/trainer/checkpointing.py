@@ -18,7 +18,6 @@ from .update_size import other_update_size
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = "-shared"
 # options that decide which parameters a model has, and their sizes
 _OF_PARAMETERS = (
     *(f"{side}_{size}" for side in ("encoder", "decoder")
@@ -32,15 +31,8 @@ _OF_PARAMETERS = (
 class CheckpointMixin:
     """Checkpoint methods of :class:`~.trainer.MoETrainer`."""
 
-    @property
-    def checkpoint_suffix(self) -> str:
-        """Suffix of the file that stands for a set where fairseq looks for one file."""
-        return _SUFFIX
-
-    @property
-    def should_save_checkpoint_on_current_rank(self) -> bool:
-        """True: every rank holds experts."""
-        return True
+    checkpoint_suffix = "-shared"  # of the file that stands for a set where fairseq looks for one
+    should_save_checkpoint_on_current_rank = True  # every rank holds experts
 
     def _state_names(self) -> training.StateNames:
         halves = getattr(self.optimizer, "fp16_params", ())
@@ -74,7 +66,7 @@ class CheckpointMixin:
         if world_size > 1 and alone:
             logger.error("not saving %s: rank %d failed, others may not take part", filename, rank)
             return None
-        path = filename.replace(f"{_SUFFIX}.pt", ".pt")
+        path = filename.replace(f"{self.checkpoint_suffix}.pt", ".pt")
         logger.info("Saving checkpoint set %s", os.path.abspath(path))
         state = self.state_dict()
         state["extra_state"] = {**state["extra_state"], **extra_state}
@@ -98,7 +90,7 @@ class CheckpointMixin:
         reset_meters=False,
     ):
         """Restore a set or merged file; return fairseq's extra state, None if there is none."""
-        path = final_path(filename).replace(f"{_SUFFIX}.pt", ".pt")
+        path = final_path(filename).replace(f"{self.checkpoint_suffix}.pt", ".pt")
         if self._model.moe_groups.simulated:
             logger.info("not looking for %s: a simulated rank starts afresh", path)
             return None

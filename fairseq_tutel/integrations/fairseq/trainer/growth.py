@@ -8,7 +8,7 @@ builds the model for the set that is found. A run that was killed before grows a
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class RunGrowth:
 
     def state(self) -> dict[str, Any]:
         """Return entries for a checkpoint."""
-        return {GROWTH: [entry.stored() for entry in self.history]} if self.history else {}
+        return {GROWTH: [asdict(entry) for entry in self.history]} if self.history else {}
 
     def resume(self, state: Mapping[str, Any], update: int) -> None:
         """Take a checkpoint's history; a ramp starts again if the run counts its updates anew."""
