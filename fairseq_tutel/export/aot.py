@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint.folders import is_no_weight, place_in_layer
+from ..checkpoint.folders import is_no_weight, layer_tensors
 from ..config import EXPERTS, ROUTERS
 from ..moe import MoELayer
 from .description import LayerConfig, describe_layer
@@ -72,17 +72,17 @@ def export_layer(layer: MoELayer, path: str | Path, *, device: str = "cpu") -> P
 def layer_twin(layer: MoELayer) -> FairseqMoEBlock:
     """Return a layer in evaluation, in core operators of torch, with copies of its weights."""
     config = _describe(layer)
-    twin = inference_layer(config)
+    twin, known = inference_layer(config), layer_tensors(config)
     shapes = {name: tensor.shape for name, tensor in twin.state_dict().items()}
     tensors: dict[str, torch.Tensor] = {}
     for key, values in layer.state_dict().items():
         if is_no_weight(key):
             continue
-        place = place_in_layer(key, config)
-        if place is None:
+        if key not in known:
             raise ExportError(f"{key} has no place in an exported layer")
-        target = tensors.setdefault(place.name, values.new_empty(shapes[place.name]))
-        target.view(-1)[place.start : place.start + values.numel()] = values.reshape(-1)
+        name, start = known[key].place
+        target = tensors.setdefault(name, values.new_empty(shapes[name]))
+        target.view(-1)[start : start + values.numel()] = values.reshape(-1)
     return _with(twin, tensors)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folders import SPECIAL_IDS, Place, place_in_language_model
+from ..checkpoint.folders import SPECIAL_IDS, language_model_tensors
 from .description import ModelConfig
 from .errors import ExportError
 from .options import StoredOptions
@@ -23,12 +23,10 @@ class LanguageModel:
     def __init__(self, options: StoredOptions, weights: Mapping[str, Any]):
         self._options = options
         self.config = _describe(options, weights)
+        self.tensors = language_model_tensors(self.config)
         self.shapes = {k: v.shape for k, v in InferenceModel(self.config).state_dict().items()}
         if self.config.tie_word_embeddings:
             self.copies = ("decoder.output_projection.weight",)
-
-    def place(self, key: str) -> Place | None:
-        return place_in_language_model(key, self.config)
 
     def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:
         kinds = {"AutoConfig": "configuration_fairseq_moe.FairseqMoEConfig"}

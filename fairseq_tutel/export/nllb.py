@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import split_key
-from ..checkpoint.folders import SPECIAL_IDS, Place, nllb_shapes, place_in_nllb
+from ..checkpoint.folders import SPECIAL_IDS, nllb_tensors
 from .errors import ExportError
 from .options import StoredOptions, flag_of
 from .tokenizer import TokenizerFiles
@@ -49,17 +49,15 @@ class Nllb:
     def __init__(self, options: StoredOptions, weights: Mapping[str, Any]):
         self._options = options
         self.config, self._router_fp32 = _describe(options, weights)
-        shapes = nllb_shapes(self.config)
+        self.tensors = nllb_tensors(self.config)
         # dense tensors first, then expert by expert: a file of weights has few of them
-        order = sorted(shapes, key=lambda key: split_key(key)[1] if split_key(key) else -1)
-        self.shapes = {self.place(key).name: torch.Size(shapes[key]) for key in order}
+        order = sorted(self.tensors, key=lambda key: split_key(key)[1] if split_key(key) else -1)
+        stored = (self.tensors[key] for key in order)
+        self.shapes = {place.name: torch.Size(shape) for place, shape in stored}
         logger.warning(
             "NllbMoe of transformers 5 sends all tokens to experts 0 and 1. Use transformers 4.57, "
             "or call fairseq_tutel.integrations.transformers.repair_nllb_moe() first"
         )
-
-    def place(self, key: str) -> Place | None:
-        return place_in_nllb(key)
 
     def json_files(self, dtype: str) -> dict[str, dict[str, Any]]:
         ids = {**SPECIAL_IDS, "decoder_start_token_id": SPECIAL_IDS["eos_token_id"]}

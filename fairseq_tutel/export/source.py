@@ -17,8 +17,8 @@ from .nllb import Nllb
 from .options import StoredOptions, read_options
 
 # Architectures of fairseq -> what they become. A form has the exported tensors' ``shapes``, the
-# ``place`` of a stored tensor in them, ``copies`` (stored tensors that repeat the ``embedding``),
-# and the files of a folder: ``json_files``, ``code`` and those of the tokenizer.
+# stored ``tensors`` with their places in them, ``copies`` (stored tensors that repeat the
+# ``embedding``), and the files of a folder: ``json_files``, ``code`` and those of the tokenizer.
 FORMS = {"transformer_lm_gpt_moe": LanguageModel, "transformer_moe": Nllb}
 
 
@@ -82,10 +82,9 @@ class ModelSource:
         """Return the place of a stored tensor; None for no weight and for a tied copy."""
         if is_no_weight(key) or key in self.form.copies:
             return None
-        place = self.form.place(key)
-        if place is None or place.name not in self.shapes:
+        if key not in self.form.tensors:
             raise ExportError(f"{self.path}: {key} has no place in an exported model")
-        return place
+        return self.form.tensors[key].place
 
     def _check(self) -> None:
         """Check that stored tensors fill all places; note dtypes and experts."""

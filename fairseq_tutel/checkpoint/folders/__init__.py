@@ -2,6 +2,5 @@
 
 from .folder import SPECIAL
 from .importing import import_folder
-from .names import Place, is_no_weight, place_in_language_model, place_in_layer, place_in_nllb
 from .options import ACTIVATIONS, SPECIAL_IDS
-from .shapes import nllb_shapes
+from .tensors import Place, is_no_weight, language_model_tensors, layer_tensors, nllb_tensors

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..layout import CheckpointError
-from .names import Place
+from .tensors import Place
 
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"

@@ -13,9 +13,8 @@ from ..layout import CheckpointError, split_dense_expert, split_key
 from ..state import MODEL
 from ..store import refuse_target, write_set
 from .folder import SPECIAL, Folder
-from .names import Place, place_in_language_model, place_in_nllb
 from .options import NLLB_DEFAULTS, SPECIAL_IDS, language_model_options, nllb_options
-from .shapes import Shapes, language_model_shapes, nllb_shapes
+from .tensors import Tensors, language_model_tensors, nllb_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,7 @@ class Model:
     sides: tuple[str, ...]  # its stacks
     defaults: Mapping[str, Any]  # of config.json
     options: Callable[[Any], dict[str, Any]]  # config -> options of the model
-    shapes: Callable[[Any], Shapes]  # config -> tensors of a checkpoint
-    place: Callable[[str, Any], Place | None]  # (tensor of a checkpoint, config) -> in the folder
+    tensors: Callable[[Any], Tensors]  # config -> tensors of a checkpoint
     embedding: str  # the folder's tensor, which may also have other names there if it is tied
 
 
@@ -49,8 +47,7 @@ MODELS = {
         sides=("decoder",),
         defaults={},
         options=language_model_options,
-        shapes=language_model_shapes,
-        place=place_in_language_model,
+        tensors=language_model_tensors,
         embedding="model.embed_tokens.weight",
     ),
     "nllb-moe": Model(
@@ -60,8 +57,7 @@ MODELS = {
         sides=("encoder", "decoder"),
         defaults=NLLB_DEFAULTS,
         options=nllb_options,
-        shapes=nllb_shapes,
-        place=lambda key, _: place_in_nllb(key),
+        tensors=nllb_tensors,
         embedding="model.shared.weight",
     ),
 }
@@ -97,27 +93,25 @@ def import_folder(
         if (found := getattr(config, name, number)) != number:
             raise CheckpointError(f"{folder}: {name} {found} cannot be imported, only {number}")
     options = model.options(config)
-    dense, experts = split_dense_expert(model.shapes(config))
+    dense, experts = split_dense_expert(model.tensors(config))
     if not experts:
         raise CheckpointError(f"{folder}: has no experts; dense models are not imported")
     if config.tie_word_embeddings:
         source.join(model.embedding, _TIED)
-    places = {key: model.place(key, config) for key in (*dense, *experts)}
-    _check_tensors(source, {**dense, **experts}, places)
+    _check_tensors(source, {**dense, **experts})
 
     def read_experts(wanted: range) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         found = {}
-        for key, shape in experts.items():
+        for key, stored in experts.items():
             prefix, number, rest = split_key(key)
             if number in wanted:
-                name = f"{prefix}{number - wanted.start}{rest}"
-                found[name] = source.read(places[key], shape)
+                found[f"{prefix}{number - wanted.start}{rest}"] = source.read(*stored)
         return found, {}
 
     state = _state(model, config, options, source)
-    needed = {places[key]: shape for key, shape in dense.items()}  # tied tensors once
-    read = {place: source.read(place, shape) for place, shape in needed.items()}
-    state[MODEL] |= {key: read[places[key]] for key in dense}
+    distinct = dict.fromkeys(dense.values())  # tied tensors once
+    read = {stored: source.read(*stored) for stored in distinct}
+    state[MODEL] |= {key: read[stored] for key, stored in dense.items()}
     written = write_set(
         dst, state, read_experts,
         num_experts=config.num_experts, num_ranks=ranks or 1, force=force,
@@ -129,12 +123,11 @@ def import_folder(
     return written
 
 
-def _check_tensors(source: Folder, shapes: Shapes, places: Mapping[str, Place]) -> None:
+def _check_tensors(source: Folder, tensors: Tensors) -> None:
     """Raise CheckpointError unless the folder has exactly the tensors that the set needs."""
     needed: dict[str, int] = {}
-    for key, (name, start) in places.items():
-        end = start + torch.Size(shapes[key]).numel()
-        needed[name] = max(needed.get(name, 0), end)
+    for (name, start), shape in tensors.values():
+        needed[name] = max(needed.get(name, 0), start + torch.Size(shape).numel())
     for name in sorted(needed.keys() - source.names):
         raise CheckpointError(f"{source.path}: lacks {name}")
     for name in sorted(source.names - needed.keys()):
