@@ -106,7 +106,11 @@ def format_report(report: dict[str, Any]) -> str:
     ]
     if report["unfinished_save"]:
         rows.append(("note", "a save was interrupted after its commit; readable as it is"))
-    lines = [*columns(rows), "", *_file_table(report["files"])]
+    table = [("file", "size", "experts", "parameters", "save id")]
+    for file in report["files"]:
+        counts = str(file["experts"]), f"{file['params']:,}"
+        table.append((file["name"], _mib(file["size"]), *counts, file["save_id"] or "-"))
+    lines = [*columns(rows), "", *columns(table, right=(1, 2, 3))]
     lines += [f"problem: {problem}" for problem in report["problems"]]
     return "\n".join(lines)
 
@@ -123,14 +127,6 @@ def _kind_text(report: dict[str, Any]) -> str:
 def _layers_text(layers: list[str]) -> str:
     shown = layers if len(layers) <= 4 else [*layers[:3], "...", layers[-1]]
     return f"{len(layers)}" + (f" ({', '.join(shown)})" if layers else "")
-
-
-def _file_table(files: list[dict[str, Any]]) -> list[str]:
-    table = [("file", "size", "experts", "parameters", "save id")]
-    for file in files:
-        counts = str(file["experts"]), f"{file['params']:,}"
-        table.append((file["name"], _mib(file["size"]), *counts, file["save_id"] or "-"))
-    return columns(table, right=(1, 2, 3))
 
 
 def _mib(size: int) -> str:

@@ -167,7 +167,10 @@ def _run(job: Job, env: Mapping[str, str], options: Options, words: Sequence[str
 
 def _compare(job: Job, report: Mapping[str, Any] | None, options: Options, starts: int = 0) -> None:
     """Wait for the job's other launchers; ValueError if they do not fit, or do not report."""
-    seconds = options.seconds_to_agree(starts)
+    seconds = options.agree_seconds
+    if seconds is None or starts and not seconds:
+        # a scheduler may give nodes to a job one by one, but later all launchers are there
+        seconds = 60 if starts else 300
     if report is not None and seconds:
         shared = job.ranks[0].env
         address, port = shared["MASTER_ADDR"], int(shared["MASTER_PORT"])

@@ -16,7 +16,6 @@ from .preflight import SharedError
 from .supervise import RankJob
 
 _STARTUP = str(Path(__file__).with_name("startup"))
-_FIRST_SECONDS, _AGAIN_SECONDS = 300, 60
 
 # NCCL settings by name; the README says what for. A variable the user has set is never changed.
 NCCL_PROFILES: dict[str, dict[str, str]] = {
@@ -42,13 +41,6 @@ class Options:
     agree_seconds: int | None = None
     dry_run: bool = False
     root: str = "/"  # of /sys, /dev and /proc; another one in tests
-
-    def seconds_to_agree(self, starts: int) -> int:
-        """Return how long to wait for the other nodes' launchers at this start; 0: not at all."""
-        # a scheduler may give nodes to a job one by one, but later all launchers are there
-        usual = _AGAIN_SECONDS if starts else _FIRST_SECONDS
-        given = self.agree_seconds
-        return usual if given is None or (starts and given == 0) else given
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,9 @@ class LineCopier:
 
     def _copy(self, stream: _Stream) -> None:
         chunk = os.read(stream.source.fileno(), _CHUNK)
-        lines, newline, rest = chunk.rpartition(b"\n")
+        lines, newline, stream.rest = (stream.rest + chunk).rpartition(b"\n")
         if newline:
-            lines, stream.rest = stream.rest + lines, rest
             self._write(stream, lines)
-        else:
-            stream.rest += rest
         if not chunk or (stream.refused and stream.until_refused):
             self._close(stream)
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..config import ExchangeConfig, MoEConfig, exchange_size
 from ..integrations.fairseq.models import ARCHITECTURES
-from ..integrations.fairseq.models.transformer_fields import fill_sizes
+from ..integrations.fairseq.models.transformer_fields import fill_decoder_sizes, fill_sizes
 from ..integrations.fairseq.options.fields import TUNED
 from ..integrations.fairseq.options.options import (
     exchange_config,
@@ -256,11 +256,7 @@ def _fill_sizes(model: SimpleNamespace) -> None:
             f"model.adaptive_softmax_cutoff={model.adaptive_softmax_cutoff}: the planner cannot "
             "count the memory of its output"
         )
-    if is_encoder_decoder(model):
-        fill_sizes(model)
-    model.decoder_input_dim = model.decoder_input_dim or model.decoder_embed_dim
-    model.decoder_output_dim = model.decoder_output_dim or model.decoder_embed_dim
-    model.checkpoint_activations |= bool(model.offload_activations)
+    (fill_sizes if is_encoder_decoder(model) else fill_decoder_sizes)(model)
     for field, flag in TUNED.items():
         if str(getattr(model, flag)) == "auto":
             setattr(model, flag, getattr(ExchangeConfig, field))  # the tuner starts there

@@ -16,9 +16,9 @@ def register() -> None:
     _register_architectures()
     for registry in (ROUTERS, EXCHANGES, EXPERTS):
         registry.on_change(_register_architectures)
-    for name, (criterion, config) in CRITERIONS.items():
+    for name, criterion in CRITERIONS.items():
         if name not in CRITERION_REGISTRY:
-            register_criterion(name, dataclass=config)(criterion)
+            register_criterion(name, dataclass=criterion.config)(criterion)
     hooks.install()
 
 

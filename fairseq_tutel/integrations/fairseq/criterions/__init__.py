@@ -1,26 +1,11 @@
 """fairseq criterions for models with MoE layers; ``fairseq_tutel.register`` registers them."""
 
-from typing import NamedTuple
-
 from .moe_criterion import MoECriterion
-from .moe_cross_entropy import MoECrossEntropyCriterion, MoECrossEntropyCriterionConfig
-from .moe_label_smoothed_cross_entropy import (
-    MoELabelSmoothedCrossEntropyCriterion,
-    MoELabelSmoothedCrossEntropyCriterionConfig,
-)
-
-
-class Criterion(NamedTuple):
-    """Criterion and the dataclass of its options."""
-
-    criterion: type
-    config: type
-
+from .moe_cross_entropy import MoECrossEntropyCriterion
+from .moe_label_smoothed_cross_entropy import MoELabelSmoothedCrossEntropyCriterion
 
 # by name of `--criterion`
 CRITERIONS = {
-    "moe_cross_entropy": Criterion(MoECrossEntropyCriterion, MoECrossEntropyCriterionConfig),
-    "moe_label_smoothed_cross_entropy": Criterion(
-        MoELabelSmoothedCrossEntropyCriterion, MoELabelSmoothedCrossEntropyCriterionConfig
-    ),
+    "moe_cross_entropy": MoECrossEntropyCriterion,
+    "moe_label_smoothed_cross_entropy": MoELabelSmoothedCrossEntropyCriterion,
 }

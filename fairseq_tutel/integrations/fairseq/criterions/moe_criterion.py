@@ -45,6 +45,7 @@ class GateLossOptions(BudgetOptions):
 class MoECriterion:
     """Mixin for a stock criterion, named before it. Dense models get a gate loss of 0."""
 
+    config: type  # dataclass of the options
     budget = Budget()  # without weight
 
     def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:

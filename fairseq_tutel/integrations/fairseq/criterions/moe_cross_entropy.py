@@ -29,6 +29,8 @@ class MoECrossEntropyCriterionConfig(GateLossOptions, CrossEntropyCriterionConfi
 class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
     """Cross entropy of a model with MoE layers."""
 
+    config = MoECrossEntropyCriterionConfig
+
     def __init__(
         self,
         task,

@@ -34,6 +34,8 @@ class MoELabelSmoothedCrossEntropyCriterionConfig(
 class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntropyCriterion):
     """Label-smoothed cross entropy of a model with MoE layers."""
 
+    config = MoELabelSmoothedCrossEntropyCriterionConfig
+
     def __init__(
         self,
         task,

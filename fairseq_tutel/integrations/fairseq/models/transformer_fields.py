@@ -43,10 +43,15 @@ def fill_sizes(args: Any) -> None:
     for name in _AS_ENCODER:
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, name.replace("decoder", "encoder", 1)))
+    if args.share_all_embeddings:
+        args.share_decoder_input_output_embed = True
+    fill_decoder_sizes(args)
+
+
+def fill_decoder_sizes(args: Any) -> None:
+    """Derive sizes from others; a language model has these alone."""
     for name in _AS_DECODER:
         if getattr(args, name) is None:
             setattr(args, name, args.decoder_embed_dim)
-    if args.share_all_embeddings:
-        args.share_decoder_input_output_embed = True
     if args.offload_activations:
         args.checkpoint_activations = True

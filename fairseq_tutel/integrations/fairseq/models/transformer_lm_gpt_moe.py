@@ -15,6 +15,7 @@ from ....moe import MoELayer
 from ..options.options import MoEOptions, run_options
 from .architectures import moe_architecture
 from .moe_stack import LayerFactory, MoEModel, make_tuner, with_lora, world_size
+from .transformer_fields import fill_decoder_sizes
 from .transformer_stacks import MoETransformerDecoder, Sparsity
 
 
@@ -127,12 +128,8 @@ class TransformerLMGPTMoE(MoEModel, TransformerLanguageModel):
 def _fill_sizes(args) -> None:
     """Derive sizes from others, as fairseq's functions for this arch do."""
     args.decoder_normalize_before = True  # training is not stable without it (fairseq's own words)
-    for name in ("decoder_input_dim", "decoder_output_dim"):
-        if getattr(args, name) is None:
-            setattr(args, name, args.decoder_embed_dim)
+    fill_decoder_sizes(args)
     if getattr(args, "decoder_layers_to_keep", None):  # of dense models
         args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
     if args.max_target_positions is None:
         args.max_target_positions = args.tokens_per_sample
-    if args.offload_activations:
-        args.checkpoint_activations = True

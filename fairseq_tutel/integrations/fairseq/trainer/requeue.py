@@ -21,7 +21,8 @@ class RequeueRequest:
 
     def __init__(self):
         self._seen = False
-        self._num_asked = None
+        # sum of the votes of all ranks (a number or tensor) at the last update; None before
+        self.num_votes = None
         self.at_next_epoch = False  # all ranks decided to leave when the next epoch begins
         self.watched = False  # a program checks after each update; otherwise the trainer does
         # only the main thread can set handlers; elsewhere the signal keeps its default
@@ -39,13 +40,9 @@ class RequeueRequest:
         """1 if this rank was asked, else 0; summed over the ranks, because others may not be."""
         return float(self._seen)
 
-    def count_votes(self, total) -> None:
-        """Take the sum of the votes of all ranks (a number or tensor), the same on each."""
-        self._num_asked = total
-
     def made_on_any_rank(self) -> bool:
         """Return whether any rank was asked before the last update's statistics were summed."""
-        return self._seen if self._num_asked is None else bool(self._num_asked > 0)
+        return self._seen if self.num_votes is None else bool(self.num_votes > 0)
 
     def made_meanwhile(self) -> bool:
         """Return whether any rank was asked until now, even after the last update. Collective."""

@@ -203,11 +203,10 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         logging_outputs = logging_outputs[fillers:]
         join_passes(logging_outputs, fillers)
         # all ranks decide whether to leave, in the reduction that is needed anyway
-        logging_outputs, (*extra_stats_to_sum, votes) = super()._aggregate_logging_outputs(
+        logging_outputs, (*sums, self.requeue.num_votes) = super()._aggregate_logging_outputs(
             logging_outputs, *extra_stats_to_sum, self.requeue.vote, ignore=ignore
         )
-        self.requeue.count_votes(votes)
-        return logging_outputs, tuple(extra_stats_to_sum)
+        return logging_outputs, tuple(sums)
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
         if grad_norm is not None:  # the update was made, not skipped
