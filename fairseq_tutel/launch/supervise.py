@@ -54,29 +54,21 @@ def _is_importing(process: subprocess.Popen) -> bool:
     return bool(int(bits, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
+@dataclass
 class Supervisor:
-    """Ranks that run to their end, with ``grace`` seconds between SIGTERM and SIGKILL.
+    """Ranks that run to their end."""
 
-    ``requested``: the ranks get a SIGUSR1 as they start; later, whether there was one.
-    ``stopped_by`` is the signal that asked the launcher to stop, or None.
-    """
+    jobs: Sequence[RankJob]
+    grace: float  # seconds between SIGTERM and SIGKILL
+    hold_requests: bool = False
+    requested: bool = False  # the ranks get a SIGUSR1 as they start; later: whether there was one
+    stopped_by: signal.Signals | None = None  # asked the launcher to stop
 
-    def __init__(
-        self,
-        jobs: Sequence[RankJob],
-        grace: float,
-        hold_requests: bool = False,
-        requested: bool = False,
-    ):
-        self._jobs = jobs
-        self._grace = grace
-        self._hold_requests = hold_requests
+    def __post_init__(self):
         self._running: dict[int, subprocess.Popen] = {}
         self._copier = LineCopier()
         self._status: int | None = None
         self._kill_at: float | None = None
-        self.stopped_by: signal.Signals | None = None
-        self.requested = requested
 
     def run(self) -> int:
         """Run the ranks; return 0, or the exit status of the rank that failed first.
@@ -90,7 +82,7 @@ class Supervisor:
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         try:
             # All processes before any thread: preexec_fn must run in a single-threaded process.
-            for job in self._jobs:
+            for job in self.jobs:
                 self._running[job.rank] = self._start(job, old_mask)
             self._copier.start()
             if self.requested:
@@ -121,12 +113,12 @@ class Supervisor:
                 os._exit(128 + signal.SIGKILL)
             apply_binding(job.binding)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGUSR1})
-            prepare_for_requests(self._hold_requests)
+            prepare_for_requests(self.hold_requests)
 
-        first = job.rank == self._jobs[0].rank
+        first = job.rank == self.jobs[0].rank
         # rank 0 keeps a terminal, where lines come whole and a progress bar may be drawn
         piped = [
-            len(self._jobs) > 1 and not (first and target.isatty())
+            len(self.jobs) > 1 and not (first and target.isatty())
             for target in (sys.stdout, sys.stderr)
         ]
         stdout, stderr = (subprocess.PIPE if each else None for each in piped)
@@ -179,7 +171,7 @@ class Supervisor:
             if self._status is None:
                 say(f"asked to stop by {number.name}; ending the ranks")
             self._send(number)
-            self._kill_at = time.monotonic() + self._grace
+            self._kill_at = time.monotonic() + self.grace
 
     def _on_exit(self, rank: int, status: int) -> None:
         if status == 0 or not (self._status is None or self._status in _AGREED):
@@ -187,7 +179,7 @@ class Supervisor:
         if status in _AGREED:
             # The ranks have agreed to leave; give the others the time to do so on their own.
             self._status = status
-            self._kill_at = self._kill_at or time.monotonic() + 2 * self._grace
+            self._kill_at = self._kill_at or time.monotonic() + 2 * self.grace
             return
         self._status = status
         if self.stopped_by is not None:
@@ -196,12 +188,12 @@ class Supervisor:
         say(f"rank {rank} {how}" + ("; ending the others" if self._running else ""))
         if self._running:
             self._send(signal.SIGTERM)
-            self._kill_at = time.monotonic() + self._grace
+            self._kill_at = time.monotonic() + self.grace
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._running.values():
             # while it imports there is nothing to put in order, and Python would print a traceback
-            quietly = number == signal.SIGINT and self._hold_requests and _is_importing(process)
+            quietly = number == signal.SIGINT and self.hold_requests and _is_importing(process)
             # not Popen.send_signal, which would reap a rank that has just ended
             os.kill(process.pid, signal.SIGTERM if quietly else number)
 
