@@ -124,10 +124,9 @@ def upcycle(
     Args:
         src: X.pt of a dense language model or transformer. Or several files, of models that differ
             only in the values of their parameters.
-        dst: X.pt of the set; the canonical path is returned.
+        dst, force: see :func:`.grow.grow`; the canonical path is returned.
         how: the options.
         ranks: W of the set; None: one.
-        force: replace what ``dst`` names.
 
     Raises:
         CheckpointError: a source has experts, no layer to make sparse, or options that experts

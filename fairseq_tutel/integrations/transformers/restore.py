@@ -57,17 +57,8 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     """Return the state dict with transformers' names and all experts, on rank 0's CPU. Collective.
 
     Pass it to ``model.save_pretrained(folder, state_dict=...)``, which otherwise writes this
-    package's names. The model stays as it is.
-
-    Args:
-        model (nn.Module): the model that ``replace_moe`` changed, wrapped or not.
-        blocks (dict): result of ``replace_moe``.
-
-    Returns:
-        dict: tensors by name; {} on other ranks than 0.
-
-    Raises:
-        ValueError: as :func:`restore_moe`.
+    package's names. The model stays as it is. The result is {} on other ranks than 0. Arguments and
+    errors are those of :func:`restore_moe`.
     """
     layers = _layers(unwrap(model), blocks)
     state = full_state_dict(model)

@@ -1,6 +1,5 @@
 """Save and restore a training run with experts on several ranks; :mod:`.sets` says when."""
 
-import contextlib
 import logging
 import os
 import sys
@@ -109,8 +108,10 @@ class CheckpointMixin:
         )
         check_complete(state, path)
         history = state["optimizer_history"]
-        with self._naming_options(state):
+        try:
             self._load_weights(state, path)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._other_options(state)}") from None
         optimizer_state = state.get("last_optimizer_state")
         if optimizer_state is not None and not reset_optimizer:
             self._load_optimizer(
@@ -151,21 +152,15 @@ class CheckpointMixin:
         if line := other_update_size(state, self.cfg, saved_by, world_size):
             logger.warning(line)
 
-    @contextlib.contextmanager
-    def _naming_options(self, state):
-        """Name the set's options in an error about weights that do not fit the model."""
-        try:
-            yield
-        except ValueError as error:
-            stored, mine = options_of(state), self.cfg.model
-            wanted = [
-                f"--{name.replace('_', '-')}" + f" {stored[name]}" * (stored[name] is not True)
-                for name in _OF_PARAMETERS
-                if stored.get(name) is not None and stored[name] != getattr(mine, name, None)
-            ]
-            raise ValueError(
-                f"{error}; the checkpoint was made with {' '.join(wanted)}" if wanted else error
-            ) from None
+    def _other_options(self, state) -> str:
+        """Return the end of an error about weights: the set's options for other parameters."""
+        stored, mine = options_of(state), self.cfg.model
+        wanted = [
+            f"--{name.replace('_', '-')}" + f" {stored[name]}" * (stored[name] is not True)
+            for name in _OF_PARAMETERS
+            if stored.get(name) is not None and stored[name] != getattr(mine, name, None)
+        ]
+        return f"; the checkpoint was made with {' '.join(wanted)}" if wanted else ""
 
     def _load_weights(self, state, path):
         stored, model = options_of(state), self.cfg.model
