@@ -6,11 +6,10 @@ merging, which ``tokenizer.json`` cannot express. For a translation model, whose
 :mod:`.sentencepieces` leaves such pieces out.
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..checkpoint.folders import SPECIAL
@@ -33,7 +32,7 @@ class TokenizerFiles:
     gpt2_vocab_bpe: Path | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, None if value is None else Path(value))
         if (self.gpt2_encoder_json is None) != (self.gpt2_vocab_bpe is None):

@@ -1,7 +1,6 @@
 """Hardware profiles (``configs/hardware/*.yaml``)."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -58,10 +57,10 @@ def load_hardware(directory: Path, name: str) -> Hardware:
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml"))) or "none"
         raise ValueError(f"no hardware profile {name!r} in {path.parent} (there are: {known})")
     data = OmegaConf.to_container(OmegaConf.load(path))
-    fields = {field.name for field in dataclasses.fields(Hardware)}
+    names = {field.name for field in fields(Hardware)}
     optional = {"product_efficiency"}
-    if set(data) | optional != fields:
-        odd = ", ".join(sorted((set(data) ^ fields) - optional))
+    if set(data) | optional != names:
+        odd = ", ".join(sorted((set(data) ^ names) - optional))
         raise ValueError(f"{path}: missing or unknown keys: {odd}")
     numbers = {"title": str(data.pop("title"))}
     for key, entry in data.items():

@@ -1,9 +1,8 @@
 """Parameter counts of the model itself, built on torch's meta device."""
 
-import dataclasses
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -43,13 +42,13 @@ class Parameters:
     dense: int  # in everything but the experts, on every GPU
     largest: int  # elements of the largest tensor on a GPU
     # dense parameters with statistics on the GPU that has most of them, with --zero-sharding
-    owned: int = dataclasses.field(compare=False)
+    owned: int = field(compare=False)
     stacks: tuple[StackParameters, ...]  # in the order of Settings.stacks
     experts: int = 0  # E, per MoE layer, over all GPUs
     local_experts: int = 0  # e, per MoE layer and GPU
     slices: int = 1  # S, GPUs that share each expert; 1 if experts are whole
     # placement of rank 0's experts; None in a dense model
-    groups: ExpertParallelGroups | None = dataclasses.field(default=None, compare=False)
+    groups: ExpertParallelGroups | None = field(default=None, compare=False)
 
     @property
     def moe_layers(self) -> int:
@@ -93,7 +92,7 @@ def count_parameters(settings: Settings) -> Parameters:
     )
     if groups is None:
         return counted
-    return dataclasses.replace(
+    return replace(
         counted,
         experts=groups.num_experts,
         local_experts=groups.num_local_experts,
@@ -119,9 +118,9 @@ def _count_stack(stack: MoEStack, groups: ExpertParallelGroups | None) -> StackP
     number, layer = next(iter(sparse.items()))
     sizes = expert_sizes(layer.experts)
     moe = {"moe_layers": len(sparse), "moe_layer": layers[number]}
-    counted = dataclasses.replace(counted, **moe, **sizes)
+    counted = replace(counted, **moe, **sizes)
     held = counted.sliceable // groups.num_slices + counted.unsliced
-    return dataclasses.replace(counted, local=held * groups.num_local_experts)
+    return replace(counted, local=held * groups.num_local_experts)
 
 
 def expert_sizes(experts: StackedExperts) -> dict[str, int]:

@@ -1,10 +1,9 @@
 """Plans: counts, memory, work and time of a run, or the reason why it cannot run."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from omegaconf import DictConfig
@@ -180,7 +179,7 @@ def grown_plan(plan: Plan) -> Plan | None:
     before, after = settings.routing.num_experts, grow_at.num_experts
     if after <= before:
         raise ValueError(f"--moe-grow-at {grow_at} makes no more of {before} experts")
-    routing = dataclasses.replace(settings.routing, num_experts=after)
+    routing = replace(settings.routing, num_experts=after)
     grown = settings.replace(model={"moe_expert_count": after}, routing=routing)
     try:
         return make_plan(grown, plan.hardware)

@@ -17,9 +17,8 @@ exchange waits for them. A chunk costs as much as an exchange of its size, so d 
 the messages. A wire format costs one more pass over the rows at either end.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -130,7 +129,7 @@ def scatter_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
     between nodes, but round at each step.
     """
     near = hardware.neighbours(traffic.gather_stride)
-    links = dataclasses.replace(hardware, gpus_per_node=near)
+    links = replace(hardware, gpus_per_node=near)
     return LinearExchange.predict(size, traffic.gather_ranks, links)
 
 
@@ -149,7 +148,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of an update."""
-        return sum(dataclasses.astuple(self))
+        return sum(astuple(self))
 
 
 def step_time(
