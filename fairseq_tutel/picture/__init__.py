@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,32 +101,36 @@ def _figure(panels: int, height: float = 2.4):
 
 @dataclass(frozen=True)
 class Line:
-    """One line, or a set of points, of :func:`draw_lines`."""
+    """One line, or a set of points, of a chart."""
 
     label: str  # in the legend
     points: Sequence[tuple[float, float]]  # (x, y), in order
     style: str = "-"  # matplotlib's format without a colour
 
 
-def draw_lines(
-    lines: Sequence[Line],
-    picture: Path,
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    ticks: Mapping[float, str],
-) -> None:
-    """Draw the lines that have points over logarithmic axes; ``ticks``: x -> its label."""
+@dataclass(frozen=True)
+class Chart:
+    """Lines over logarithmic axes."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: Sequence[Line]
+    ticks: dict[float, str]  # x -> its label
+
+
+def draw_chart(chart: Chart, picture: Path) -> None:
+    """Draw the lines that have points."""
     from matplotlib.ticker import FuncFormatter
 
     figure, (axes,) = _figure(1, 3.6)
-    for number, line in enumerate(lines):
+    for number, line in enumerate(chart.lines):
         if line.points:
             color = _COLORS[number % len(_COLORS)]
             axes.plot(*zip(*line.points, strict=True), line.style, color=color, label=line.label)
-    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
-    axes.set_title(title, fontsize="medium")
-    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set(xscale="log", yscale="log", xlabel=chart.xlabel, ylabel=chart.ylabel)
+    axes.set_title(chart.title, fontsize="medium")
+    axes.set_xticks(list(chart.ticks), list(chart.ticks.values()))
     axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     bottom, top = axes.get_ylim()
     digits = "12345678" if top < 10 * bottom else "125"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import EXCHANGES
-from ...picture import Line, draw_lines
+from ...picture import Chart, Line, draw_chart
 from ..layer import best_layer_time, layer_time
 from .predictions import MIB, a100, end_to_end_plans, figure_14
 from .report import RESULTS, measured
@@ -20,17 +20,6 @@ from .rows import CLAIMS
 _GPUS = tuple(2**power for power in range(3, 12))
 _PAPER = "paper (arXiv 2206.03382)"
 _OF_A_LADDER = "measured on this cluster"
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """Arguments of :func:`~fairseq_tutel.picture.draw_lines` but for the file."""
-
-    title: str
-    xlabel: str
-    ylabel: str
-    lines: Sequence[Line]
-    ticks: dict[float, str]
 
 
 def _ticks(counts: Sequence[float]) -> dict[float, str]:
@@ -68,14 +57,14 @@ def _published(number: int, gpus: Sequence[int]) -> list[tuple[float, float]]:
     return list(zip(gpus, claim.published, strict=True))
 
 
-def speedup_of_a_layer(ladder: Path | None) -> Figure:
+def speedup_of_a_layer(ladder: Path | None) -> Chart:
     """Return dense over this layer by GPUs: figure 1 of the announcement."""
     shapes = [(gpus, figure_14(gpus)) for gpus in _GPUS]
     dense = {gpus: layer_time(shape, a100(), dense=True) for gpus, shape in shapes}
     plain = [(gpus, dense[gpus] / layer_time(shape, a100())) for gpus, shape in shapes]
     best = [(gpus, dense[gpus] / best_layer_time(shape, a100())) for gpus, shape in shapes]
     own = [(n, ms["dense"] / ms["this"]) for n, ms in _layer_ms(ladder).items() if "dense" in ms]
-    return Figure(
+    return Chart(
         "PREDICTED: speed-up of one MoE layer over fairseq's dense formulation, A100\n"
         "16,384 tokens per GPU, width 2,048, two experts per GPU, half precision",
         "GPUs",
@@ -91,11 +80,11 @@ def speedup_of_a_layer(ladder: Path | None) -> Figure:
     )
 
 
-def time_of_a_layer(ladder: Path | None) -> Figure:
+def time_of_a_layer(ladder: Path | None) -> Chart:
     """Return milliseconds of one layer by GPUs: figure 14 of the paper."""
     shapes = [(gpus, figure_14(gpus)) for gpus in _GPUS]
     own = _layer_ms(ladder)
-    return Figure(
+    return Chart(
         "PREDICTED: time of one MoE layer, forward and backward, A100\n"
         "16,384 tokens per GPU, width 2,048, two experts per GPU, half precision",
         "GPUs",
@@ -116,7 +105,7 @@ def time_of_a_layer(ladder: Path | None) -> Figure:
     )  # fmt: skip
 
 
-def bandwidth_of_the_all_to_all(ladder: Path | None) -> Figure:
+def bandwidth_of_the_all_to_all(ladder: Path | None) -> Chart:
     """Return bus bandwidth by message size: figure 2 of the announcement."""
     sizes, gpus = [2**power for power in range(12, 31)], 512
     lines = []
@@ -135,7 +124,7 @@ def bandwidth_of_the_all_to_all(ladder: Path | None) -> Figure:
                 ]
                 label = f"{_OF_A_LADDER}: {name}, {ranks} ranks, {about} to cores"
                 lines.append(Line(label, speeds, "o-"))
-    return Figure(
+    return Chart(
         "PREDICTED: all-to-all bandwidth of a GPU, 512 A100, one 200 Gbit/s port each\n"
         "Published: CPU binding and adaptive routing give 2.56 to 5.93 times at hundreds of MiB.\n"
         "No formula has congestion, so neither is predicted.",
@@ -146,7 +135,7 @@ def bandwidth_of_the_all_to_all(ladder: Path | None) -> Figure:
     )
 
 
-def tokens_of_the_large_model(ladder: Path | None) -> Figure:
+def tokens_of_the_large_model(ladder: Path | None) -> Chart:
     """Return tokens per second of the 1.1T model by GPUs: figure 3 of the announcement."""
     rungs = [gpus for gpus in _GPUS if gpus <= 512]
     plans = {gpus: end_to_end_plans(gpus) for gpus in rungs}
@@ -158,7 +147,7 @@ def tokens_of_the_large_model(ladder: Path | None) -> Figure:
             for variant, found in point["derived"].items():
                 if variant in own:
                     own[variant].append((ranks, found["tokens/s"]))
-    return Figure(
+    return Chart(
         "PREDICTED: training of Meta's 1.1T model, one expert per GPU and layer, A100",
         "GPUs",
         "tokens per second",
@@ -175,7 +164,7 @@ def tokens_of_the_large_model(ladder: Path | None) -> Figure:
     )
 
 
-def gain_of_2dh(ladder: Path | None) -> Figure:
+def gain_of_2dh(ladder: Path | None) -> Chart:
     """Return the linear all-to-all over 2DH by GPUs: figure 20 of the paper."""
     counts = [2**power for power in range(3, 13)]
     linear, two = (EXCHANGES.get(name).predict for name in ("linear", "2dh"))
@@ -198,7 +187,7 @@ def gain_of_2dh(ladder: Path | None) -> Figure:
         if {"linear", "2dh"} <= ms.keys():
             own.append((ranks, ms["linear"] / ms["2dh"]))
     lines.append(Line(f"{_OF_A_LADDER}: smallest message", own, "D-"))
-    return Figure(
+    return Chart(
         "PREDICTED: 2DH all-to-all over the linear one, A100, nodes of 8",
         "GPUs",
         "times as fast (below 1: slower)",
@@ -207,14 +196,14 @@ def gain_of_2dh(ladder: Path | None) -> Figure:
     )
 
 
-def layer_over_tokens(ladder: Path | None) -> Figure:
+def layer_over_tokens(ladder: Path | None) -> Chart:
     """Return the dense formulation over this layer by tokens, measured on one core."""
     path = RESULTS / "curve-cpu.json"
     points = (
         json.loads(path.read_text(encoding="utf-8"))["results"].values() if path.is_file() else ()
     )
     derived = [(point["tokens"], point["derived"]["dense"]) for point in points]
-    return Figure(
+    return Chart(
         "MEASURED: time of the dense formulation over this layer's, one CPU core\n"
         "width 256, hidden 1,024, 8 experts, top-2, forward and backward, fp32",
         "tokens",
@@ -228,7 +217,7 @@ def layer_over_tokens(ladder: Path | None) -> Figure:
     )  # fmt: skip
 
 
-FIGURES: dict[str, Callable[[Path | None], Figure]] = {
+FIGURES: dict[str, Callable[[Path | None], Chart]] = {
     "layer-speedup": speedup_of_a_layer,
     "layer-time": time_of_a_layer,
     "alltoall-bandwidth": bandwidth_of_the_all_to_all,
@@ -243,11 +232,11 @@ def draw_figures(folder: Path, ladder: Path | None = None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, make in FIGURES.items():
-        figure = make(ladder)
-        if any(line.points for line in figure.lines):
-            path, ticks = folder / f"claims-{name}.png", figure.ticks
-            if figure.xlabel == "GPUs":  # a cluster may have other numbers of them
-                ticks = ticks | _ticks([gpus for line in figure.lines for gpus, _ in line.points])
-            draw_lines(figure.lines, path, figure.title, figure.xlabel, figure.ylabel, ticks)
-            drawn.append(path)
+        chart = make(ladder)
+        if any(line.points for line in chart.lines):
+            if chart.xlabel == "GPUs":  # a cluster may have other numbers of them
+                more = _ticks([gpus for line in chart.lines for gpus, _ in line.points])
+                chart = dataclasses.replace(chart, ticks=chart.ticks | more)
+            drawn.append(folder / f"claims-{name}.png")
+            draw_chart(chart, drawn[-1])
     return drawn
