@@ -40,6 +40,8 @@ CASES = {
     "E=4 lora": "--moe-expert-count 4 --moe-lora-rank 2 --lr 0.1",
     "translation, E=4": "--moe-expert-count 4 --moe-freq 1 --moe-cmr --use-moe-pad-mask",
 }  # fmt: skip
+# --fp16-adam-stats after the save, unlike before
+CHANGED = {"E=4 memory-efficient-fp16": True, "E=2 in slices, fp16 statistics": False}
 MOVES = [(4, 4), (1, 2), (2, 4), (4, 2), (4, 1)]
 
 
@@ -110,6 +112,8 @@ def _resume(cfgs, folder, saved_by):
         cfg.common.seed = 77  # other initial weights: everything must come from the checkpoint
         cfg.checkpoint.save_dir = folder
         _place(name, cfg, saved_by)
+        if name in CHANGED:
+            cfg.optimizer.fp16_adam_stats = CHANGED[name]
         trainer = _make_trainer(name, cfg)
         trainer.cfg.common.seed = 3
         extra = trainer.load_checkpoint(_path(folder, name, saved_by))
@@ -166,8 +170,8 @@ def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through,
     ):
         # training had an effect (on 0.12.2, from other weights, nag's first steps go up)
         assert want[HALF] != pytest.approx(want[0], rel=1e-4)
-        # at another number of ranks, half gradients are summed in another order
-        other = not same and half
+        # other ranks sum half gradients in another order, fp16 statistics are rounded
+        other = half and (not same or name in CHANGED)
         assert losses == pytest.approx(want[HALF:], rel=5e-3 if other else 1e-5)
         for key, value in end.items():
             if not key.endswith("k_proj.bias"):
