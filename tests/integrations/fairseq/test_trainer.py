@@ -49,6 +49,13 @@ def test_what_is_seldom_meant_is_warned_of(criterion, experts, warning, caplog):
     assert warning in caplog.text if warning else not caplog.messages
 
 
+def test_a_criterion_that_loses_the_counts_of_a_load_bias_is_refused():
+    cfg = make_config("--moe-expert-count", "4", "--moe-load-bias", "quantile")
+    cfg.criterion = {"_name": "cross_entropy", "sentence_avg": False}
+    with pytest.raises(ValueError, match="--moe-load-bias quantile needs --criterion moe_cross"):
+        make_trainer(cfg)
+
+
 def test_the_config_says_what_was_decided():
     """In a checkpoint too: the number of experts that the number of ranks gave, flat gradients."""
     trainer = make_trainer(make_config("--moe-top-k", "1", "--fp16"))
