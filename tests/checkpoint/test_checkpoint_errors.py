@@ -117,20 +117,6 @@ def test_optimizer_state_of_one_expert_missing(last_file, lost):
     check_error(path, f"{path}: ", "optimizer state")
 
 
-def test_frozen_parameters_have_no_optimizer_state(saved):
-
-    def freeze(state):
-        named = state["last_optimizer_state"]["named_state"]
-        for key in [key for key in named if ".fc1." in key]:
-            del named[key]
-
-    for rank in range(4):
-        edit(member(saved, f"rank-{rank}"), freeze)
-    assert inspect(saved)["consistent"]
-    loaded = load_for_rank(saved, rank=0, world_size=1)
-    assert any(".fc2." in key for key in loaded["last_optimizer_state"]["named_state"])
-
-
 @pytest.mark.parametrize("entry", ["cfg", "optimizer_history", "extra_state"])
 def test_what_fairseq_needs_is_missing(last_file, entry):
     path = last_file[0].replace("rank-3", "shared")

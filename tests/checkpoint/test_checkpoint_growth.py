@@ -21,7 +21,7 @@ from fairseq_tutel.checkpoint import (
 )
 from fairseq_tutel.checkpoint.__main__ import main
 from fairseq_tutel.checkpoint.growth import grow, shrink, to_dense
-from fairseq_tutel.checkpoint.growth.selection import copies, repeated
+from fairseq_tutel.checkpoint.growth.selection import repeated
 
 LOADS = {1: [10, 50, 30, 10], 3: [40, 40, 10, 30]}
 
@@ -125,10 +125,6 @@ def test_a_dense_ffn_is_the_most_loaded_expert_or_the_mean_by_load(saved, tmp_pa
                 want = (want / sum(load)).float()
             got = model[f"decoder.layers.{layer}.{rest}"]
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
-
-
-def test_an_even_load_copies_every_expert_once_before_any_twice():
-    assert copies([1, 1, 1], 5) == [0, 0, 1, 1, 2]
 
 
 def test_the_flags_to_continue_training_with_are_printed(saved, tmp_path, caplog):

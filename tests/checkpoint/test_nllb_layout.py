@@ -8,13 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpoint_helpers import names_in
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
 
-from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank
 from fairseq_tutel.checkpoint import reader as reader_module
 from fairseq_tutel.checkpoint.__main__ import format_report
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
@@ -190,14 +189,3 @@ def test_it_is_exported_one_file_of_weights_at_a_time(published, tmp_path, monke
     expert = "decoder.layers.23.{}fc1.weight"
     got = found["model." + expert.format("ffn.experts.expert_77.")]
     assert torch.equal(got, whole[expert.format("moe_layer.experts.77.")])
-
-
-def test_reshard_and_merge(published, tmp_path):
-    folder, whole = published
-    path = str(folder / f"{STEM}.pt")
-    reshard(path, str(tmp_path / "eight.pt"), 8)
-    assert len(names_in(tmp_path)) == 9
-    merge(str(tmp_path / "eight.pt"), str(tmp_path / "one.pt"))
-    model = load_for_rank(str(tmp_path / "one.pt"), rank=0, world_size=1)["model"]
-    assert model.keys() == whole.keys()
-    assert all(torch.equal(model[key], whole[key]) for key in whole)
