@@ -135,14 +135,17 @@ def _term(over_ranks):
     return float(term), gates.grad
 
 
+def _both_terms():
+    return _term(True), _term(False)
+
+
 def test_over_ranks_it_is_the_budget_of_one_process_with_all_tokens():
     gates = [_share_of(rank) for rank in range(2)]
     term = 21 * (torch.cat(gates).mean() - 0.9).abs()
     term.backward()
-    found = run_ranks(_term, 2, True)
+    found, alone = zip(*run_ranks(_both_terms, 2), strict=True)
     assert sum(value for value, _ in found) == pytest.approx(term.item(), rel=1e-6)
     for mine, (_, got) in zip(gates, found, strict=True):
         torch.testing.assert_close(got, mine.grad)
-    alone = run_ranks(_term, 2, False)
     want = [(10 + rank) * abs(_share_of(rank).mean().item() - 0.9) for rank in range(2)]
     assert [value for value, _ in alone] == pytest.approx(want, rel=1e-6)

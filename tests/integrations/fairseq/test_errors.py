@@ -1,14 +1,11 @@
 """Which errors a fairseq program reports in one line."""
 
 import argparse
-import io
 import signal
 import sys
 import traceback
 
 import pytest
-from fairseq import utils
-from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
 from fairseq_tutel.checkpoint import AllRanks, CheckpointError
@@ -126,11 +123,3 @@ def test_ctrl_c_is_reported_once_in_one_line(how, rank, line, process, monkeypat
         monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
     sys.excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == line
-
-
-def test_what_fairseq_says_itself_is_reported_with_its_place():
-    error = _caught(lambda: utils.eval_str_list("[1"))
-    assert excepthook.explain(error, error.__traceback__) is None  # a SyntaxError
-    error = _caught(lambda: Dictionary().add_from_file(io.StringIO("hello\n")))
-    line = excepthook.explain(error, error.__traceback__)
-    assert line.startswith("Incorrect dictionary format") and "(fairseq/data/dictionary.py:" in line

@@ -2,12 +2,10 @@
 
 import functools
 import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.assertions import assert_same_state
 from helpers.training import make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 
@@ -102,16 +100,6 @@ def test_dense_models_become_experts_in_turn(branches, tmp_path, kind, how, word
     assert losses[-1] < losses[0]
     entry = f"upcycle after 0 updates: {words}, of 3 dense models after 1, 2, 3 updates"
     assert inspect(path)["growth"] == [f"dense -> {how.num_experts} ({entry})"]
-
-
-def test_copies_of_one_model_are_that_model(branches, tmp_path):
-    one = branches(LM).paths[0]
-    other = shutil.copy(one, tmp_path / "copy.pt")
-    states = []
-    for name, sources in (("one", one), ("two", [one, str(other)])):
-        path = upcycle(sources, str(tmp_path / f"{name}.pt"), Upcycling(4))
-        states.append(read_set(path).state_of(range(4))["model"])
-    assert_same_state(*states)
 
 
 @pytest.mark.parametrize(

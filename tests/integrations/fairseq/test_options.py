@@ -10,6 +10,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from helpers.training import convert
 
 import fairseq_tutel
 from fairseq_tutel.__main__ import main
@@ -47,7 +48,7 @@ def parse(*words, arch=ARCH):
 
 
 def config(*words, **kwargs):
-    return convert_namespace_to_omegaconf(parse(*words, **kwargs))
+    return convert(parse(*words, **kwargs))
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +135,11 @@ def test_the_recipe_for_balanced_experts_and_the_docstring_of_the_layers_options
 
 
 def test_published_command_parses(caplog):
-    cfg = config(*README.split())
+    cfg = convert_namespace_to_omegaconf(parse(*README.split()))
     assert cfg.distributed_training.ddp_backend == "legacy_ddp"  # of fully_sharded
     assert "(legacy_ddp); --zero-sharding os shards their optimizer statistics" in caplog.text
-    assert (
-        config(*README.split(), "--zero-sharding", "os").distributed_training.zero_sharding == "os"
-    )
+    sharded = convert_namespace_to_omegaconf(parse(*README.split(), "--zero-sharding", "os"))
+    assert sharded.distributed_training.zero_sharding == "os"
     assert (
         "(legacy_ddp); their optimizer statistics are sharded (--zero-sharding os)" in caplog.text
     )

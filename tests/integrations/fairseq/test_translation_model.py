@@ -7,10 +7,10 @@ import pytest
 import torch
 from fairseq import options, tasks, utils
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.distributed import run_ranks
+from helpers.training import convert
 from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
 from torch import nn
 
@@ -106,7 +106,7 @@ def test_sizes_are_stock_ones(ours, stock):
         parser = options.get_training_parser()
         given = ["--task", "dummy_mt", "--arch", arch, *words]
         args = options.parse_args_and_arch(parser, input_args=given)
-        return convert_namespace_to_omegaconf(args).model
+        return convert(args).model
 
     mine, theirs = configured(ours), configured(stock)
     for name in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "dropout",
@@ -120,7 +120,7 @@ def test_nllb_200_has_its_published_number_of_parameters():
     """arXiv 2207.04672: 54.5 billion; its dictionary has 256,206 symbols."""
     parser = options.get_training_parser()
     words = ["--task", "dummy_mt", "--arch", "transformer_moe_nllb_54b", "--dict-size", "256202"]
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=words))
+    cfg = convert(options.parse_args_and_arch(parser, input_args=words))
     dictionary = Dictionary()
     dictionary.symbols = [""] * 256206
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
@@ -151,25 +151,25 @@ def test_padding_takes_no_capacity_with_the_mask():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def _passes(words):
-    """Exchanges of integers per forward pass, and what the layers were told."""
-    model, calls = build(*words), []
+def _passes(options):
+    """For each, exchanges of integers per forward pass, and what the layers were told."""
+    calls, found, rank = [], [], process_world()[0]
     original = agreement.gather_integers
     agreement.gather_integers = lambda values, group=None: (
         calls.append(list(values)) or original(values, group)
     )
-    rank = process_world()[0]
     batch = make_pairs(rank, source=(3 + 4 * rank, 3), target=(12 - 4 * rank, 4))
-    _, extra = forward(model, batch)
-    return len(calls), [aux.num_slots for aux in extra["moe"]]
+    for words in options:
+        calls.clear()
+        _, extra = forward(build(*FOUR, *words), batch)
+        found.append((len(calls), [aux.num_slots for aux in extra["moe"]]))
+    return found
 
 
-@pytest.mark.parametrize(
-    "words, slots", [((), [4 * 2 * 4, 4 * 2 * 6]), (("--decoder-moe-freq", "2"), [4 * 2 * 6])]
-)
-def test_ranks_agree_once_for_both_stacks(words, slots):
+def test_ranks_agree_once_for_both_stacks():
     # E * K * ceil(T / E) of the longest: 14 source tokens on rank 1, 24 target tokens on rank 0
-    assert run_ranks(_passes, 2, (*FOUR, *words)) == [(1, slots)] * 2
+    want = [(1, [4 * 2 * 4, 4 * 2 * 6]), (1, [4 * 2 * 6])]
+    assert run_ranks(_passes, 2, ((), ("--decoder-moe-freq", "2"))) == [want] * 2
 
 
 @pytest.mark.parametrize(
