@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups
-from fairseq_tutel.moe import MoELayer, replace_ffn
+from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops import backend as chooser
 
 M, F, E, T = 16, 32, 4, 96
@@ -72,7 +72,7 @@ def test_same_bits_and_gradients_as_fast(network, dtype):
 )
 def test_kernels(network, layout, monkeypatch):
     monkeypatch.setattr(chooser, "_requested", "triton")
-    check_modes(torch.float32, tokens=20, **NETWORKS[network], **layout)
+    check_modes(torch.float32, tokens=9, **NETWORKS[network], **layout)
 
 
 @pytest.mark.parametrize("storage", ["none", "same", "fp8"])
@@ -163,12 +163,6 @@ def test_refused(options, words):
     hidden = {} if "expert_fn" in options else {"hidden_dim": F}
     with pytest.raises(ValueError, match=words):
         MoELayer(M, E, **hidden, **options)
-
-
-def test_replaced_blocks():
-    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(M, 2, F))
-    replace_ffn(model, ["0"], E, activation_memory="minimal")
-    assert model[0].linear1.experts.memory.mode == "minimal"
 
 
 def test_hooks_see_the_experts():

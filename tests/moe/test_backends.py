@@ -1,6 +1,7 @@
 """The layer on Triton kernels (interpreted without a GPU), on torch, compiled: one function."""
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -57,9 +58,9 @@ def outcome(layer, x, pad_mask, call=None):
 def example(device, **options):
     torch.manual_seed(1)
     layer = MoELayer(16, 6, 24, **options).to(device)
-    x = torch.randn(3, 13, 16, device=device)
-    pad_mask = torch.zeros(3, 13, dtype=torch.bool, device=device)
-    pad_mask[:, 10:] = True
+    x = torch.randn(2, 9, 16, device=device)
+    pad_mask = torch.zeros(2, 9, dtype=torch.bool, device=device)
+    pad_mask[:, 7:] = True
     return layer, x, pad_mask
 
 
@@ -108,8 +109,7 @@ def test_combine_adds_the_last_bias_unless_somebody_sees_the_outputs(case, monke
         layer.train().zero_grad()
     assert [args[4] is not None for args, _, _ in calls] == [False, False, *BIAS[case]]
     assert_tensors_close(*results, 1e-5)
-    for a, b in zip(seen[:2], seen[2:], strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(seen[:2], seen[2:])
 
 
 @pytest.mark.gpu
@@ -122,22 +122,6 @@ def test_triton_on_a_gpu_equals_torch_on_a_cpu(name):
     expected = outcome(layer, x, pad_mask)
     got = outcome(layer.cuda(), x.cuda(), pad_mask.cuda())
     assert_tensors_close(got, expected, 1e-4)
-
-
-ON = [
-    ("cpu", "torch"),
-    pytest.param("cpu", "triton", marks=pytest.mark.interpreted),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-]
-FACTORS = pytest.mark.parametrize("factor", [1.0, 0.0], ids=["padded", "dropless"])
-DTYPES = pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [
-        (torch.float16, False), (torch.float16, True), (torch.bfloat16, False),
-        (torch.bfloat16, True), (torch.float32, False),
-    ],
-    ids=["fp16", "fp16 autocast", "bf16", "bf16 autocast", "fp32"],
-)  # fmt: skip
 
 
 def twins(dtype, autocast, device, **options):
@@ -161,12 +145,23 @@ def run_twin(layer, x, target, autocast=None):
     return y.detach(), aux, grads
 
 
-@pytest.mark.parametrize(("device", "backend"), ON)
-@FACTORS
-@DTYPES
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "torch"),
+        pytest.param("cpu", "triton", marks=pytest.mark.interpreted),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("factor", [1.0, 0.0], ids=["padded", "dropless"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [*itertools.product((torch.float16, torch.bfloat16), (False, True)), (torch.float32, False)],
+    ids=str,
+)
 def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device, backend):
     layer, exact = twins(dtype, autocast, device, capacity_factor=factor)
-    x, target = (torch.randn(3, 13, 16).to(dtype) for _ in range(2))
+    x, target = (torch.randn(2, 9, 16).to(dtype) for _ in range(2))
     ops.set_backend("torch")
     want, want_aux, want_grads = run_twin(exact, x.double(), target)
     ops.set_backend(backend)
@@ -182,27 +177,6 @@ def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device,
     for name, grad in grads.items():
         assert grad.dtype == (torch.float32 if autocast else dtype)
         assert rms_ratio(grad, want_grads[name]) < 4 * unit, name
-
-
-@pytest.mark.parametrize(("device", "backend"), ON)
-@FACTORS
-@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float16, False), (torch.bfloat16, True)])
-def test_empty_experts_and_no_tokens(dtype, autocast, factor, device, backend):
-    layer, _ = twins(dtype, autocast, device, capacity_factor=factor, top_k=1)
-    with torch.no_grad():
-        layer.gate.wg.weight.zero_()[2] = 1.0
-    inner = dtype if autocast else None
-    x = (torch.rand(12, 16) + 1).to(device, torch.float32 if autocast else dtype)
-    ops.set_backend(backend)
-    _, aux, grads = run_twin(layer, x, x, inner)
-    assert aux.load_E.tolist() == [0, 0, 12, 0, 0, 0]
-    for name in ("d experts.fc1_weight", "d experts.fc2_bias"):
-        assert [grad.any().item() for grad in grads[name]] == [expert == 2 for expert in range(6)]
-
-    layer.zero_grad()
-    y, aux, grads = run_twin(layer, x[:0], x[:0], inner)
-    assert y.shape == (0, 16) and aux.loss == 0
-    assert not any(grad.any() for grad in grads.values())
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")

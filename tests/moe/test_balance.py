@@ -5,10 +5,8 @@ import torch
 from helpers.assertions import rms_ratio
 from helpers.distributed import run_ranks
 from helpers.naive import gating
-from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel import training
-from fairseq_tutel.distributed import StepAgreement, process_world, sync_step
+from fairseq_tutel.distributed import StepAgreement, process_world
 from fairseq_tutel.moe import MoELayer
 
 M, E, K = 6, 4, 2
@@ -39,16 +37,6 @@ def loss_and_gradient(layer, x, share):
     return loss.detach(), layer.gate.wg.weight.grad
 
 
-@pytest.fixture(scope="module")
-def by_rank():
-    """What every rank finds."""
-    return run_ranks(_on_ranks, len(TOKENS))
-
-
-def _on_ranks():
-    return _cases(), _collected_all()
-
-
 def _cases():
     rank, _ = process_world()
     x = tokens().split(TOKENS)[rank]
@@ -59,8 +47,9 @@ def _cases():
     }
 
 
-def test_ranks_have_the_loss_and_gradient_of_one_process_with_all_tokens(by_rank):
-    found = [cases for cases, _ in by_rank]
+def test_ranks_have_the_loss_and_gradient_of_one_process_with_all_tokens():
+    """Collected, with a step, recomputed: test_model.py of fairseq's."""
+    found = run_ranks(_cases, len(TOKENS))
     for name, options in CASES.items():
         loss, grad = loss_and_gradient(make(**options), tokens(), 1.0)
         assert sum(one[name][0] for one in found).item() == pytest.approx(loss.item(), rel=1e-12)
@@ -146,54 +135,3 @@ def test_only_a_mask_of_these_tokens_is_a_mask():
     for wrong in (pad.float(), pad.long(), pad.flatten(), pad.t()):
         with pytest.raises(ValueError, match=r"pad_mask must be bool \(4, 5\), True for padding"):
             layer(x, pad_mask=wrong)
-
-
-class _Twice(torch.nn.Module):
-    """Two layers, agreed on once, recomputed or not."""
-
-    def __init__(self, recompute):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(make(balance_scope="global") for _ in range(2))
-        self.recompute = recompute
-
-    def forward(self, x, **options):
-        for layer in self.layers:
-            if self.recompute:
-                x = checkpoint(layer, x, use_reentrant=False, **options)
-            else:
-                x = layer(x, **options)
-        return x
-
-
-def _collected(recompute, with_step):
-    """Loss, and gradient of the first gate, of this rank's tokens."""
-    rank, world_size = process_world()
-    x = tokens().split(TOKENS)[rank] if world_size > 1 else tokens()
-    model, options = _Twice(recompute), {}
-    if with_step:
-        first = model.layers[0]
-        options["step"] = sync_step(len(x), first.step_settings(x.dtype), first.groups)
-    with training.collect_aux(model) as aux:
-        model(x, **options)
-    loss = aux.loss * len(x) / sum(TOKENS)
-    loss.backward()
-    return loss.item(), model.layers[0].gate.wg.weight.grad
-
-
-def _collected_all():
-    return [_collected(recompute, step) for recompute in (0, 1) for step in (0, 1)]
-
-
-def test_collected_losses_are_finished_with_a_step_and_with_recomputation(by_rank):
-    """On one rank they are those of the rank; the ranks' sum is that of one process."""
-    model = _Twice(recompute=False)
-    y, first = model.layers[0](tokens(), return_aux=True)
-    _, second = model.layers[1](y, return_aux=True)
-    want = first.loss + second.loss
-    want.backward()
-    grad = model.layers[0].gate.wg.weight.grad
-    assert want.item() > 1
-    on_ranks = zip(*(collected for _, collected in by_rank), strict=True)
-    for found in (*([one] for one in _collected_all()), *on_ranks):
-        assert sum(loss for loss, _ in found) == pytest.approx(want.item(), rel=1e-12)
-        assert rms_ratio(sum(g for _, g in found), grad) < 1e-12

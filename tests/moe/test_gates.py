@@ -1,10 +1,9 @@
-"""A gate is called as a module: names in state dicts, hooks, wrappers."""
+"""A gate is called as a module: names in state dicts, wrappers."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.utils import parametrize
 
 from fairseq_tutel.moe import MoEConfig, MoELayer
 from fairseq_tutel.moe.routers import LinearRouter
@@ -78,46 +77,6 @@ def test_a_gate_that_is_wrapped_later_routes_as_before(name, wrap):
     assert torch.equal(again, y)
     for param in layer.parameters():
         torch.testing.assert_close(param.grad, want[id(param)])
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-class LowRank(nn.Module):
-    """Like LoRA's linear layer: the base's output plus a trained product."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(M, 2, bias=False), nn.Linear(2, E, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def test_a_gate_of_ones_own_takes_parametrizations_and_low_rank_layers():
-    gate, x = nn.Linear(M, E), torch.randn(9, M)
-    layer, doubled = make(gate), nn.Linear(M, E)
-    doubled.load_state_dict({"weight": 2 * gate.weight.detach(), "bias": gate.bias.detach()})
-    want = make(doubled)(x)
-    parametrize.register_parametrization(layer.gate, "weight", Doubled())
-    torch.testing.assert_close(layer(x), want)
-    parametrize.remove_parametrizations(layer.gate, "weight")
-    layer.gate = LowRank(layer.gate)
-    layer(x).square().sum().backward()
-    assert layer.gate.up.weight.grad.any() and layer.gate.base.weight.grad is None
-
-
-@pytest.mark.parametrize("name", GATES)
-def test_hooks_of_gate_and_experts_run_once_per_call(name):
-    layer, seen = make(GATES[name]()), []
-    layer.gate.register_forward_hook(lambda *_: seen.append("gate"))
-    layer.gate.register_forward_pre_hook(lambda *_: seen.append("before gate"))
-    layer.experts.register_forward_hook(lambda *_: seen.append("experts"))
-    layer(torch.randn(9, M))
-    assert seen == ["before gate", "gate", "experts"]
 
 
 def test_a_router_without_reports_is_named():

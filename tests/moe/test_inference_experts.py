@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.assertions import assert_close, rms_ratio
 
-from fairseq_tutel.moe import MoELayer, hold_experts
+from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.experts.int8 import Int8, expert_ffn_int8
 
 DIM, EXPERTS = 32, 4
@@ -98,15 +98,6 @@ def test_int8_rows_are_the_same_bits_alone_and_together(activation):
     together = expert_ffn_int8(rows, *params, activation=activation)
     alone = [expert_ffn_int8(row[None], *params, activation=activation) for row in rows]
     assert torch.equal(together, torch.cat(alone))
-
-
-@torch.no_grad()
-def test_a_layer_that_was_trained_is_held_in_place():
-    layer, x = make(), torch.randn(5, DIM)
-    y = layer(x)
-    layer.experts = hold_experts(layer.experts, "mapped")
-    assert_close("y", layer(x), y, torch.float32)
-    assert not list(layer.experts.parameters())
 
 
 def test_what_cannot_be_is_one_error():

@@ -7,7 +7,6 @@ import torch
 from helpers.dispatched import VIEWS, Dispatched
 from helpers.gpu import no_waiting
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import ops
@@ -145,42 +144,29 @@ def test_a_training_step_does_not_wait_for_the_gpu(routing, dtype):
         step()
 
 
-class Moved(Dispatched):
-    """Also counts the bytes of tensors that each operation or kernel is given and returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = []
-
-    def add(self, name, *tensors):
-        self.names.append(name)
-        there = {id(x): x for x in tree_leaves(tensors) if torch.is_tensor(x)}
-        self.bytes.append(sum(x.nbytes for x in there.values()))
+class Launches(Dispatched):
+    """Names of operations and kernels, also those inside of operators."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name.endswith("_") or not any(out is each for each in args):  # not cast to its own dtype
-            self.add(name, args, kwargs, out)
+            self.names.append(name)
         return out
 
     def launches(self):
-        """Names and bytes of what is no view and no operator with launches of its own."""
+        """What is no view and no operator with launches of its own."""
         free = {*VIEWS, *vars(ops), *(f"{name}_bwd" for name in vars(ops))}
-        pairs = zip(self.names, self.bytes, strict=True)
-        return [(name, count) for name, count in pairs if name not in free]
+        return [name for name in self.names if name not in free]
 
 
 @pytest.fixture
-def inside(monkeypatch, backend, request):
-    """Records what the Triton backend's functions do; as on a GPU, with interpreted kernels.
-
-    With the parameter "idle" kernels compute nothing.
-    """
+def inside(monkeypatch, backend):
+    """Records what the Triton backend's functions do, as on a GPU; kernels compute nothing."""
     from triton.runtime.interpreter import GridExecutor
 
-    recorder = Moved()
-    choose, launch = chooser.implementation, GridExecutor.__call__
+    recorder = Launches()
+    choose = chooser.implementation
     module = importlib.import_module("fairseq_tutel.backends.triton.gate_logits")
     product = module._product_fp32
 
@@ -194,16 +180,12 @@ def inside(monkeypatch, backend, request):
         return recorded
 
     def launched(self, *args, **kwargs):
-        recorder.add(self.fn.__name__, args, kwargs)
-        if getattr(request, "param", None) != "idle":
-            with torch.utils._python_dispatch._disable_current_modes():
-                return launch(self, *args, **kwargs)
+        recorder.names.append(self.fn.__name__)
 
     def product_fp32(a, b):  # one product with a dtype of its result, on a GPU
+        recorder.names.append("mm")
         with torch.utils._python_dispatch._disable_current_modes():
-            out = product(a, b)
-        recorder.add("mm", a, b, out)
-        return out
+            return product(a, b)
 
     backend("triton")
     monkeypatch.setattr(module, "_product_fp32", product_fp32)
@@ -215,20 +197,6 @@ def inside(monkeypatch, backend, request):
     gate = importlib.import_module("fairseq_tutel.ops.gate_logits")
     monkeypatch.setattr(gate, "is_plain_eager", lambda *given: True)  # as without the recorder
     return recorder
-
-
-def recorded_step(layer, x, inside):
-    """Launches of the forward pass and of the backward pass, those inside of operators too."""
-    both = []
-    with inside:
-        y, aux = layer(x, return_aux=True)
-    both.append(inside.launches())
-    inside.names.clear()
-    inside.bytes.clear()
-    gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
-    with inside:
-        torch.autograd.backward([y, aux.loss], gradients)
-    return [*both, inside.launches()]
 
 
 # With a linear gate on one rank. Forward: the gate's product, top-k, its sums, three for slots and
@@ -247,30 +215,16 @@ def test_the_operators_themselves_launch_little_and_read_nothing(network, factor
     most = list(LAUNCHES[network])
     if dtype == torch.float16:  # the largest gradient of the gate, and scaling back
         most[1] += 2
-    for launches, limit in zip(recorded_step(layer, x, inside), most, strict=True):
-        names = [name for name, _ in launches]
+    with inside:
+        y, aux = layer(x, return_aux=True)
+    launches = [inside.launches()]
+    inside.names.clear()
+    gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
+    with inside:
+        torch.autograd.backward([y, aux.loss], gradients)
+    for names, limit in zip([*launches, inside.launches()], most, strict=True):
         assert not HOST_READS & set(names), names
         assert len(names) <= limit, names
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("inside", ["idle"], indirect=True)
-def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, monkeypatch):
-    """Counted, not measured: kernels do not run, and what they are given is never filled."""
-    tiles = importlib.import_module("fairseq_tutel.backends.triton._autotune")
-    for name, on_a_gpu in (("TILE_ROWS", (64, 256)), ("COLUMNS", 1024), ("PROGRAMS", 1024)):
-        monkeypatch.setattr(tiles, f"ACT_{name}", on_a_gpu)  # each tile has a sum for the biases
-    T, M, F, K = 16384, 2048, 8192, 2
-    with torch.device("meta"):
-        layer = MoELayer(M, 2, F, top_k=K, capacity_factor=0.0).bfloat16()
-    layer = layer.to_empty(device="cpu")
-    x = torch.zeros(T, M, dtype=torch.bfloat16, requires_grad=True)
-    moved = sum(recorded_step(layer, x, inside), [])
-    products = {"_rows_product_kernel", "_weight_gradient_kernel"}
-    assert products <= {name for name, _ in moved}
-    total = sum(count for name, count in moved if name not in products)
-    # 4.56e9 with passes over tails and fc2's bias; what is added to in place counts once
-    assert total <= 3.91e9, moved
 
 
 @pytest.mark.gpu
@@ -310,5 +264,4 @@ def test_a_cuda_graph_replays_a_layer(options):
     want.sum().backward()
     assert torch.equal(first, want)
     exact_grads = [again.grad, *(p.grad for p in layer.parameters())]
-    for got, exact in zip(captured, exact_grads, strict=True):
-        torch.testing.assert_close(got, exact, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(captured, exact_grads, rtol=2e-2, atol=1e-3)

@@ -107,34 +107,6 @@ def test_layer_equals_a_loop(name, training, dtype):
     assert set(routed.metrics) == set(METRIC_NAMES)
 
 
-def test_dropout_is_inside_the_experts_and_off_in_evaluation():
-    layer = make_layer(torch.float32, dropout=0.5, activation_dropout=0.3, capacity_factor=0.0)
-    plain = make_layer(torch.float32, capacity_factor=0.0)
-    plain.load_state_dict(layer.state_dict())
-    x = torch.randn(14, M)
-    torch.manual_seed(3)
-    first = layer(x)
-    torch.manual_seed(3)
-    assert torch.equal(first, layer(x))
-    assert not torch.equal(first, layer(x))
-    assert torch.equal(layer.eval()(x), plain.eval()(x))
-
-
-def test_state_dict_has_the_names_of_the_moe_branch():
-    layer = make_layer(torch.float32)
-    state = layer.state_dict()
-    shapes = dict(zip(NAMES, ((HIDDEN, M), (HIDDEN,), (M, HIDDEN), (M,)), strict=True))
-    want = {f"experts.{j}.{k}": s for j in range(E) for k, s in shapes.items()}
-    want["gate.wg.weight"] = (E, M)
-    assert {k: tuple(v.shape) for k, v in state.items()} == want
-    other = make_layer(torch.float32, seed=9)
-    assert not torch.equal(other.experts.fc1_weight, layer.experts.fc1_weight)
-    other.load_state_dict(state)
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, state[name]), name
-    assert torch.equal(other.experts.fc2_bias[3], state["experts.3.fc2.bias"])
-
-
 def test_wrong_state_dicts_are_refused_by_name():
     layer = make_layer(torch.float32)
     state = layer.state_dict()
@@ -231,6 +203,7 @@ ONE = network()
         ({"gate": "cosine"}, "gate must be a module, got 'cosine'; router='cosine'"),
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
         ({"groups": ExpertParallelGroups(8)}, "groups were built for 8 experts, the layer has 4"),
+        ({"hidden_dim": 0}, "hidden_dim=0"),
         ({"activation": "softplus"}, "unknown activation 'softplus'"),
         ({"shared_expert_dim": -1}, "shared_expert_dim=-1"),
         ({"shared_expert_gate": True}, "needs a shared_expert_dim > 0"),

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from experts_on_ranks import check_on_ranks
-from helpers import naive
+from experts_on_ranks import by_hand, check_on_ranks
 from helpers.assertions import rms_ratio
 from helpers.distributed import on_ranks, run_ranks
 from torch.nn import functional
@@ -15,7 +14,7 @@ from fairseq_tutel import training
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer, hold_experts, replace_ffn
-from fairseq_tutel.moe.experts import ExpertRows, LoRAExperts
+from fairseq_tutel.moe.experts import LoRAExperts
 from fairseq_tutel.moe.experts.int8 import Int8
 
 E, M, F, TOKENS, RANK, ALPHA = 4, 6, 8, 24, 3, 6.0
@@ -70,17 +69,15 @@ def tensors_of(layer):
 def explicit(layer, state, x, network):
     """Compute the layer in a loop over tokens, with explicit W + alpha / r B A."""
 
-    def linear(v, name):
-        a, b = state[f"{name}.lora_A"], state[f"{name}.lora_B"]
-        return (state[f"{name}.weight"] + ALPHA / RANK * b @ a) @ v + state[f"{name}.bias"]
+    def linear(v, own, name):
+        a, b = own[f"{name}.lora_A"], own[f"{name}.lora_B"]
+        return (own[f"{name}.weight"] + ALPHA / RANK * b @ a) @ v + own[f"{name}.bias"]
 
-    def expert(x_M, e):
-        gate = None if network == "ffn" else linear(x_M, f"experts.{e}.fc_gate")
-        hidden = NETWORKS[network](gate, linear(x_M, f"experts.{e}.fc1"))
-        return linear(hidden, f"experts.{e}.fc2")
+    def expert(x_M, own):
+        gate = None if network == "ffn" else linear(x_M, own, "fc_gate")
+        return linear(NETWORKS[network](gate, linear(x_M, own, "fc1")), own, "fc2")
 
-    gate = state["gate.wg.weight"]
-    return naive.layer(x, gate, expert, layer.config, layer.training)[0]
+    return by_hand(layer, x, expert, state)
 
 
 def gradients_of(layer):
@@ -243,52 +240,18 @@ def test_no_copy_of_weights_is_kept():
     assert 0 < max(sizes) < layer.experts.fc2_weight.numel()
 
 
-class Plain(torch.nn.Module):
-    """The layer's experts as modules of their own, by the layer's names."""
-
-    def __init__(self, layer):
-        super().__init__()
-        names = {"fc1": (M, F), "fc2": (F, M)}
-        self.experts = torch.nn.ModuleList(
-            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in names.items()})
-            for _ in range(E)
-        )
-        own = {name: v for name, v in layer.state_dict().items() if "lora" not in name}
-        self.load_state_dict(own, strict=False)
-
-    def forward(self, x, expert):
-        fc1, fc2 = self.experts[expert].values()
-        return fc2(functional.gelu(fc1(x)))
-
-
-@pytest.mark.extras
-def test_the_peft_library_loads_the_files(tmp_path):
-    peft = pytest.importorskip("peft")
-    layer = make()
-    training.save_lora(tmp_path, layer)
-    model = peft.PeftModel.from_pretrained(Plain(layer), str(tmp_path))
-    rows = torch.randn(E, 5, M)
-    y = layer.experts(ExpertRows(rows))
-    for expert in range(E):
-        torch.testing.assert_close(model(rows[expert], expert), y[expert], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_experts_of_an_existing_model(bias):
-    torch.manual_seed(1)
-    ffns = [torch.nn.Linear(M, F, bias), torch.nn.GELU(), torch.nn.Linear(F, M, bias)]
-    model = torch.nn.Sequential(torch.nn.Linear(M, M), torch.nn.Sequential(*ffns))
-    x, target = torch.randn(TOKENS, M), torch.randn(TOKENS, M)
-    with torch.no_grad():
-        y = model(x)
+def test_experts_of_an_existing_model():
+    block = torch.nn.Sequential(
+        torch.nn.Linear(M, F, bias=False), torch.nn.GELU(), torch.nn.Linear(F, M, bias=False)
+    )
+    model, x = torch.nn.Sequential(torch.nn.Linear(M, M), block), torch.randn(TOKENS, M)
+    y = model(x)
     replace_ffn(model, ["1"], E, copy_weights=True, capacity_factor=0.0)
     optimizer = torch.optim.Adam(training.add_lora(model, 4), lr=0.02)
-    torch.testing.assert_close(model(x), y, rtol=1e-5, atol=1e-6)
-    for _ in range(2):
-        (model(x) - target).square().mean().backward()
-        optimizer.step()
+    model(x).square().mean().backward()
+    optimizer.step()
     trained = model(x)
-    assert (trained - target).norm() < 0.99 * (y - target).norm()
+    assert 1e-3 < rms_ratio(trained, y) < 0.5
     training.merge_lora(model)
     torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
 
@@ -319,8 +282,7 @@ def test_ranks_help_each_other():
     moved = torch.tensor([aux.record.bytes_moved])
     torch.distributed.all_reduce(moved)
     assert moved > 0
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(*found)
 
 
 def trained(groups):
@@ -346,8 +308,7 @@ def untrained(groups=None):
 
 
 def check_equal(layer, other):
-    for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(list(layer.parameters()), list(other.parameters()))
 
 
 def check_files(folder, placement):
@@ -358,7 +319,7 @@ def check_files(folder, placement):
     check_equal(layer, fresh)
 
 
-@pytest.mark.parametrize("ranks, placement", [(2, "replicated"), (8, "replicated"), (8, "sliced")])
+@pytest.mark.parametrize("ranks, placement", [(2, "replicated"), (8, "sliced")])
 def test_files_on_other_ranks(ranks, placement, tmp_path):
     """Training on several ranks is that on one, and either loads the other's file."""
     layer, fresh = trained(None), untrained()

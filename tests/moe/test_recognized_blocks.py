@@ -57,8 +57,7 @@ def assert_like(layer, block):
         y = each(leaf)
         (y * torch.sin(torch.arange(M))).sum().backward()
         found.append((y.detach(), leaf.grad))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 ACTIVE = {

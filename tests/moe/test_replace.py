@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from helpers.distributed import run_ranks
-from helpers.replaced import check_losses, train_replaced
 from torch import nn
 
 from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
@@ -180,24 +178,11 @@ REFUSED = {
     "width": (wide, "0$", r"0 \(Sequential\) is no .*it maps \[2, 3, 8\] to \[2, 3, 16\]"),
     "convolution": (lambda: of(nn.Conv2d(M, M, 1)), "mlp", r"0\.mlp is a convolution"),
     "tokens": (lambda: of(nn.LSTM(M, M)), "mlp", r"0\.mlp \(LSTM\) is no .*to tuple"),
-    "mixes": (
-        lambda: of(nn.TransformerEncoderLayer(M, 2, F).self_attn.out_proj).append(Mixer()), "1$",
-        "a token's output depends on other tokens",
-    ),
     "no match": (lambda: of(Mlp()), "ffn", "matches 'ffn'; linear layers in it: 0.mlp.fc1, "),
     "no name": (lambda: of(Mlp()), ["0.mlp", "1.mlp"], r"has no modules \['1\.mlp'\]"),
     "no weights": (lambda: of(nn.GELU()), "mlp", r"0\.mlp has no weights"),
     "experts": (lambda: of(MoELayer(M, 4, F)), "mlp", r"0\.mlp has experts already"),
 }  # fmt: skip
-
-
-class Mixer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(M, M)
-
-    def forward(self, x):
-        return self.fc(x - x.mean(1, keepdim=True))
 
 
 @pytest.mark.parametrize("make, match, words", REFUSED.values(), ids=REFUSED)
@@ -207,16 +192,3 @@ def test_what_cannot_be_replaced_is_refused_by_name(make, match, words):
     with pytest.raises(ValueError, match=words):
         replace_ffn(model, match, 4)
     assert [type(module) for module in model.modules()] == before
-
-
-def train_on_ranks():
-    torch.manual_seed(0)
-    model = of(Mlp(), Gated(), Mlp(), Mlp(norm=lambda: nn.LayerNorm(F)))
-    x = torch.randn(4, 6, M)
-    return train_replaced(
-        model, "mlp$", lambda net, rows: nn.functional.mse_loss(net(x[rows]), x[rows].roll(1, 2))
-    )
-
-
-def test_two_ranks_train_as_one():
-    check_losses(train_on_ranks(), run_ranks(train_on_ranks, 2))

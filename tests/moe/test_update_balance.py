@@ -111,18 +111,6 @@ def test_a_pass_is_balanced_by_the_load_of_the_update_up_to_it(ranks):
                 torch.testing.assert_close(got_grad, grad, msg=f"{way} {together}")
 
 
-def test_equal_micro_batches_have_the_loss_and_gradient_of_one_large_batch():
-    x = torch.randn(40, M, dtype=torch.float64)
-    large, small = make(), make()
-    whole = large(x.repeat(3, 1), return_aux=True)[1].loss
-    whole.backward()
-    for _ in range(3):
-        loss = small(x, return_aux=True)[1].loss / 3
-        loss.backward()
-    assert 3 * loss.item() == pytest.approx(whole.item(), rel=1e-12)
-    torch.testing.assert_close(small.gate.wg.weight.grad, large.gate.wg.weight.grad)
-
-
 def test_evaluation_is_balanced_by_its_own_load_and_counts_nothing():
     layer, x = make(), torch.randn(40, M, dtype=torch.float64)
     before = layer(x, return_aux=True)[1].loss

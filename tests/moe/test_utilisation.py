@@ -1,13 +1,12 @@
 """Utilisation of the experts: counts by rank."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fairseq_tutel.distributed import ExpertParallelGroups
-from fairseq_tutel.moe import MoELayer, RoutingCounts, routing_counts, utilisation
+from fairseq_tutel.moe import RoutingCounts, routing_counts, utilisation
 
 _SLICED = ExpertParallelGroups(4, 5, 8, 4, 2, simulated=True, placement="sliced")
 
@@ -36,18 +35,6 @@ def test_rows_are_counted_for_the_ranks_that_receive_them(groups, r, columns):
         [sum(row[e] for e in experts) for experts in columns] for row in kept.tolist()
     ]
     assert counts.slots.tolist() == [40, 40]
-
-
-def test_a_layer_reports_the_slots_of_its_buffer():
-    layer = MoELayer(8, 4, 16, capacity_factor=0.5, top_k=2)
-    x = torch.randn(10, 8)
-    _, aux = layer(x, return_aux=True)
-    capacity = 2 * int(0.5 * math.ceil(10 / 4))
-    assert aux.num_slots == 4 * capacity
-    counts = routing_counts([aux], layer.groups)
-    (slot,) = utilisation(counts).slot.tolist()
-    assert slot == pytest.approx(100 * aux.num_kept_per_expert_E.sum().item() / (4 * capacity))
-    assert layer.eval()(x, return_aux=True)[1].num_slots == 0
 
 
 def test_nothing_routed_is_no_number_that_is_not_one():

@@ -44,8 +44,7 @@ def test_twenty_steps_twice_are_the_same_bits(device, monkeypatch):
             optimizer.zero_grad()
         return [param.detach().clone() for param in layer.parameters()]
 
-    for first, second in zip(trained(), trained(), strict=True):
-        assert torch.equal(first, second)
+    assert all(map(torch.equal, trained(), trained()))
 
 
 @pytest.mark.parametrize(("device", "way", "network", "width"), WAYS)
