@@ -95,18 +95,6 @@ def test_fp64_is_torch_under_auto_and_an_error_under_triton(monkeypatch):
         backend.implementation(name, x)
 
 
-def test_the_choice_is_logged_once(caplog):
-    with caplog.at_level(logging.INFO, logger=backend.__name__):
-        for _ in range(3):
-            ops.backend_for("cpu")
-            ops.backend_for("cuda:0")
-            ops.backend_for("cuda:1")
-    assert [record.getMessage() for record in caplog.records] == [
-        "MoE operators on cpu: torch backend (auto)",
-        "MoE operators on cuda: triton backend (auto)",
-    ]
-
-
 def test_an_operator_has_the_same_file_in_every_room():
     root = Path(backend.__file__).parents[1]
 

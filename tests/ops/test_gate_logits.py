@@ -44,7 +44,6 @@ def test_errors(x, w, message):
 # what one product with the wide operand rounded to half is wrong by is about 0.4 eps
 SPLIT_ERROR = {torch.bfloat16: 2e-5, torch.float16: 1e-6}
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
 INTERPRETED = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.interpreted), GPU]
 )
@@ -57,7 +56,7 @@ def matrix_units(monkeypatch):
     return importlib.import_module("fairseq_tutel.backends.triton.gate_logits")
 
 
-def leaves(half, device, weight_dtype, tokens=96):
+def leaves(half, device, weight_dtype, tokens=32):
     torch.manual_seed(0)
     x = torch.randn(tokens, 64).to(half).to(device).requires_grad_()
     w = torch.randn(8, 64).div(8).to(weight_dtype).to(device).requires_grad_()
@@ -94,7 +93,7 @@ def test_halves_are_nearly_exact(half, wide, scale, device, matrix_units):
 def test_overflows_that_a_loss_scaler_has_to_see(half, matrix_units):
     for bad in (torch.inf, torch.nan):
         x, w = leaves(half, "cpu", torch.float32)
-        d = torch.ones(96, 8)
+        d = torch.ones(32, 8)
         d[1, 2] = bad
         ops.gate_logits(x, w).backward(d)
         assert not x.grad[1].isfinite().any() and not w.grad[2].isfinite().any()
@@ -122,12 +121,6 @@ def test_the_gradient_is_split_once_and_each_product_is_one(half, matrix_units, 
     splits, wide, plain = (spied(monkeypatch, *function) for function in counted)
     logits.backward(torch.randn_like(logits))
     assert len(splits) == 1 and len(wide) + len(plain) == 2
-
-
-@DEVICES
-def test_no_half_is_rounded_on_a_cpu_either(device):
-    x, w = leaves(torch.bfloat16, device, torch.bfloat16)
-    assert rms_ratio(ops.gate_logits(x, w), x.double() @ w.double().t()) < 1e-5
 
 
 @pytest.mark.interpreted

@@ -62,29 +62,44 @@ def test_bytes_are_those_of_the_definition(wire_format, model_dim):
     torch.testing.assert_close(got, arrived.float(), rtol=0, atol=0)
 
 
+ROOMS = pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=pytest.mark.interpreted),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # in Triton's interpreter
+@ROOMS
 @pytest.mark.parametrize("wire_format", SCALED)
-def test_nothing_overflows_and_what_is_not_finite_stays_so(wire_format):
-    rows = awkward_rows(300)
+def test_nothing_overflows_and_what_is_not_finite_stays_so(wire_format, name, device, backend):
+    backend(name)
+    rows = awkward_rows(300).to(device)
     rows[0, 3], rows[5, 140], rows[7, 299] = float("nan"), float("inf"), -float("inf")
     wire, _ = ops.encode_rows(rows, wire_format)
     got = decoded(ops, wire, wire_format, 300, torch.float32)
-    broken = torch.zeros(9, 3, dtype=torch.bool)
+    broken = torch.zeros(9, 3, dtype=torch.bool, device=device)
     broken[0, 0] = broken[5, 1] = broken[7, 2] = True
     assert torch.equal(got.isnan(), broken.repeat_interleave(128, 1)[:, :300])
     assert not got.isinf().any()
     assert not got[1].any()
     _, sums = ops.encode_rows(rows[5:], wire_format)
     assert sums.isfinite().all()  # of what is finite
-    largest = torch.full((2, 4), torch.finfo(torch.float16).max, dtype=torch.float16)
+    largest = torch.full((2, 4), torch.finfo(torch.float16).max, dtype=torch.float16).to(device)
     wire, _ = ops.encode_rows(largest, wire_format)
     got = decoded(ops, wire, wire_format, 4, torch.float16)
     assert got.isfinite().all() and (got.float() / largest.float() - 1).abs().max() < 0.13
 
 
+@ROOMS
 @pytest.mark.parametrize("wire_format", list(ERROR))
-def test_no_rows(wire_format):
+def test_no_rows(wire_format, name, device, backend):
+    backend(name)
     for shape in ((0, 8), (3, 0)):
-        wire, sums = ops.encode_rows(torch.empty(shape), wire_format)
+        wire, sums = ops.encode_rows(torch.empty(shape, device=device), wire_format)
         assert wire.shape == (shape[0], ops.wire_bytes(wire_format, shape[1]))
         assert sums.tolist() == [0, 0]
         assert decoded(ops, wire, wire_format, shape[1], torch.float32).shape == shape

@@ -102,8 +102,7 @@ def test_parts_with_the_maxima_of_the_whole_are_the_whole(device):
         [module.adam16_maxima(*part, grad_multiplier=multiplier, **betas) for part in parts]
         for module in (kernels, torch_adam)
     ]
-    for ours, twins in zip(*maxima, strict=True):
-        torch.testing.assert_close(ours, twins, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*maxima, rtol=1e-6, atol=0)
     assert not torch.equal(*maxima[0])
     common = torch.maximum(*maxima[0])
     for part in parts:
@@ -147,8 +146,7 @@ def test_nonfinite_zero_and_subnormal_values_as_in_twin(device):
     assert new[3].tolist() == ref[3].tolist() and new[4].tolist() == ref[4].tolist()
     assert new[3][2] == 1 and new[4][2] == 1 and bool(torch.isfinite(torch.stack(new[3:])).all())
     torch.testing.assert_close(new[0], ref[0], rtol=1e-6, atol=1e-8, equal_nan=True)
-    for a, b in zip(new[1:3], ref[1:3], strict=True):
-        torch.testing.assert_close(a, b, rtol=2.0**-10, atol=2.0**-24, equal_nan=True)
+    torch.testing.assert_close(new[1:3], ref[1:3], rtol=2.0**-10, atol=2.0**-24, equal_nan=True)
     assert new[0].isnan().sum() == 2
     assert not bool((new[2][3] == 0)[grad[3].abs() > 1e-20].any())
 

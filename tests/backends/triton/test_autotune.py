@@ -1,4 +1,4 @@
-"""The lists of tiles: pruning, pinning, and what the interpreter gets."""
+"""The choice of tiles: what is tuned, pinned lists, and the fastest implementation."""
 
 import math
 
@@ -6,16 +6,6 @@ import torch
 import triton
 
 from fairseq_tutel.backends.triton import _autotune as tiles
-
-
-def test_tiles_wider_than_the_row_are_pruned():
-    configs = [triton.Config({"BLOCK_T": 1, "BLOCK_M": block}) for block in (2048, 512, 64)]
-    for dim, blocks in ((4096, [2048, 512, 64]), (500, [512, 64]), (5, [64])):
-        kept = tiles.prune_wide_tiles(configs, {"x_ptr": None}, M=dim)
-        assert [config.kwargs["BLOCK_M"] for config in kept] == blocks
-    configs = [triton.Config({"BLOCK_N": 1, "BLOCK_F": block}) for block in (1024, 128)]
-    kept = tiles.prune_wide_tiles(configs, {"F": 200}, ACTIVATION="gelu")
-    assert [config.kwargs["BLOCK_F"] for config in kept] == [128]
 
 
 class _Kernel:
@@ -55,29 +45,6 @@ def test_pinned_and_free_lists(monkeypatch):
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
     for pinned, free in ((tiles.move_configs(), moves), (tiles.act_configs(), acts)):
         assert [config.kwargs for config in pinned] == [free[0].kwargs]
-
-
-def test_tiles_with_a_sum_grow_where_enough_programs_are_left(monkeypatch):
-    given = (("TILE_ROWS", (64, 256)), ("COLUMNS", 1024), ("PROGRAMS", 1024))
-    for name, on_a_gpu in given:
-        monkeypatch.setattr(tiles, f"ACT_{name}", on_a_gpu)
-    for rows, columns, tile in (
-        (4096, 8192, 64), (16384, 8192, 128), (32767, 8192, 128), (32768, 8192, 256),
-        (262144, 8192, 256), (32768, 2048, 64), (131072, 1024, 128),
-    ):  # fmt: skip
-        assert tiles.act_tile_rows(rows, columns) == tile
-
-
-def test_products_in_fp32_without_tf32_try_the_tiles_that_do_not_spill():
-    configs = list(range(5))
-    for dtype, precision, kept in (
-        (torch.float32, "ieee", tiles.IEEE_TILES),
-        (torch.float32, "tf32", 5),
-        (torch.bfloat16, "ieee", 5),
-    ):
-        rows = torch.empty(1, dtype=dtype)
-        left = tiles.prune_ieee_tiles(configs, {"rows_ptr": rows}, PRECISION=precision)
-        assert len(left) == kept
 
 
 def test_the_fastest_implementation_is_kept(monkeypatch, tmp_path):

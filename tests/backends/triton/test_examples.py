@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from fairseq_tutel.backends import triton as kernels
 from fairseq_tutel.backends.triton import (
@@ -19,8 +17,6 @@ from fairseq_tutel.backends.triton import (
     lean_ffn,
     slots,
 )
-from fairseq_tutel.backends.triton._activations import normal_cdf, tanh
-from fairseq_tutel.backends.triton._tiles import ragged_tiles, tile_rows, token_of_row
 
 
 def tensors(device, *values, dtype=torch.float32):
@@ -272,47 +268,3 @@ def test_the_example_of_the_docstring(name, device):
     for got, want in example(device):
         want = torch.tensor(want, dtype=got.dtype, device=device)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-
-
-@triton.jit
-def _helpers_kernel(
-    tanh_ptr, normal_ptr, tiles_ptr, rows_ptr, token_ptr, z_ptr, offsets_ptr, source_ptr, num_rows
-):
-    """Writes what the device functions return, for test_device_functions."""
-    lane = tl.arange(0, 4)
-    z = tl.load(z_ptr + lane)
-    tl.store(tanh_ptr + lane, tanh(z))
-    cdf, density = normal_cdf(2.0 * z)
-    tl.store(normal_ptr + lane, cdf)
-    tl.store(normal_ptr + 4 + lane, density)
-    _, start, end, tiles = ragged_tiles(offsets_ptr, num_rows, 3, 2, 4)
-    tl.store(tiles_ptr + lane, start)
-    tl.store(tiles_ptr + 4 + lane, end)
-    tl.store(tiles_ptr + 8 + lane, tiles)
-    for pid in range(0, 6):
-        expert, first, last = tile_rows(pid, offsets_ptr, num_rows, 0, 3, 2, 4)
-        tl.store(rows_ptr + 3 * pid, expert)
-        tl.store(rows_ptr + 3 * pid + 1, first)
-        tl.store(rows_ptr + 3 * pid + 2, last)
-    token, has_token = token_of_row(source_ptr, lane, lane < 3, 2)
-    tl.store(token_ptr + lane, tl.where(has_token, token, -1))
-
-
-def test_device_functions(device):
-    (z,) = tensors(device, [0, 0.5, -20, 1e-3])
-    normal = torch.empty((2, 4), device=device)
-    (offsets,) = ints(device, [3, 3, 7])
-    tanhs = torch.empty(4, device=device)
-    tiles = torch.empty((3, 4), dtype=torch.int64, device=device)
-    rows = torch.empty((6, 3), dtype=torch.int64, device=device)
-    (source,) = ints(device, [5, -1, 2])
-    token = torch.empty(4, dtype=torch.int64, device=device)
-    _helpers_kernel[(1,)](tanhs, normal, tiles, rows, token, z, offsets, source, 9)
-    assert token.tolist() == [2, -1, 1, -1]
-    want = torch.tensor([0, 0.46211716, -1, 1e-3 - 1e-9 / 3])
-    torch.testing.assert_close(tanhs.cpu(), want, rtol=1e-6, atol=0)
-    want = torch.tensor([[0.5, 0.8413447, 0, 0.5007979], [1, 0.6065307, 0, 0.999998]])
-    torch.testing.assert_close(normal.cpu(), want, rtol=2e-6, atol=0)
-    assert tiles.tolist() == [[0, 3, 3, 7], [3, 3, 7, 9], [2, 0, 2, 1]]
-    assert rows[:5].tolist() == [[0, 0, 3], [0, 2, 3], [2, 3, 7], [2, 5, 7], [3, 7, 9]]
-    assert rows[5, 1] >= rows[5, 2]  # past the last tile: no rows
