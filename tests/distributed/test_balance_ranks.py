@@ -45,42 +45,24 @@ def skewed(skew, sizes, experts, top_k=2):
     return torch.cat(parts)
 
 
-def alone(experts, x, target, choices):
-    layer = make_layer(ExpertParallelGroups(experts))
-    return layer, run(layer, x, target, choices=choices)
-
-
-def compare_with_one(layer, found, reference, want, rows, ranks):
-    torch.testing.assert_close(found["y"], want["y"][rows], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found["x"], want["x"][rows], rtol=0, atol=1e-12)
-    held = [list(reference.experts.expert_ids).index(e) for e in layer.experts.expert_ids]
-    for name, param in layer.experts.named_parameters():
-        grad = param.grad.clone()
-        if layer.groups.num_replicas > 1:
-            torch.distributed.all_reduce(grad, group=layer.groups.replica_group)
-        expected = want[f"experts.{name}"][held]
-        torch.testing.assert_close(
-            grad, expected, rtol=0, atol=1e-12 * max(1, expected.abs().max())
-        )
-
-
 @pytest.mark.parametrize(
     ("world_size", "experts", "group_size", "degree"),
-    [(2, 8, 0, 1), (4, 8, 0, 2), (4, 2, 0, 1), (4, 6, 2, 1), (8, 8, 0, 1)],
+    [(2, 8, 0, 1), (4, 8, 0, 2), (4, 2, 0, 1), (4, 6, 2, 1)],
 )
 @on_ranks()
 def test_as_one_process(world_size, experts, group_size, degree):
-    rank, ranks = process_world()
-    sizes = (40, 0, 30, 50, 0, 8, 3, 11)[:ranks]
+    sizes = (40, 0, 30, 50)[:world_size]
     x, target, rows = tokens_of(sizes)
     groups = build_groups(experts, expert_parallel_size=group_size)
     layer = make_layer(groups, exchange=balancing(overlap_degree=degree))
     helped = 0
     for skew in SKEWS:
         choices = skewed(skew, sizes, experts, top_k=2 if experts > 2 else 1)
-        reference, want = alone(experts, x, target, choices)
+        # gradients of experts: test_fuzz.py, test_equivalence.py of fairseq's
+        want = run(make_layer(ExpertParallelGroups(experts)), x, target, choices=choices)
         found = run(layer, x[rows], target[rows], choices=choices[rows])
-        compare_with_one(layer, found, reference, want, rows, ranks)
+        for name in ("y", "x"):
+            torch.testing.assert_close(found[name], want[name][rows], rtol=0, atol=1e-12)
         again = run(layer, x[rows], target[rows], False, choices=choices[rows])
         assert all(torch.equal(value, again[name]) for name, value in found.items())
         with torch.no_grad():
@@ -108,8 +90,7 @@ def test_one_program_for_all_modes():
             found, want = (run(each, x[rows], target[rows], choices=choices)
                            for each in (layer, plain))  # fmt: skip
             _, aux = layer(x[rows], choices=choices, return_aux=True)
-        for name, value in found.items():
-            torch.testing.assert_close(value, want[name], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)
         moved = torch.tensor([aux.record.bytes_moved])
         torch.distributed.all_reduce(moved)
         assert (moved > 0) == (options == {}) or options == {"balance_min_rows": 0}

@@ -1,4 +1,4 @@
-"""Tokens to experts, or weights to tokens (r), are one process's; with a loop: test_fuzz.py."""
+"""Tokens to experts, or weights to tokens (r): refusals, dropout, dtypes. Values: test_fuzz.py."""
 
 import dataclasses
 import itertools
@@ -9,25 +9,19 @@ import torch.distributed as dist
 from helpers.assertions import rms_ratio
 from helpers.distributed import on_ranks
 from helpers.layers import HIDDEN, M, make_layer, run, tokens_of
-from helpers.slices import join_slices
 from torch import nn
 
-from fairseq_tutel import ops, training
+from fairseq_tutel import ops
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import (
-    ExpertParallelGroups,
     build_groups,
     expert_parallelism,
     possible_r,
     process_world,
     sync_step,
-    without_held_experts,
 )
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.source_dropout import SourceDropout
-
-EXPERTS = (1, 2, 4, 8)
-EQUAL = (6,) * 8
 
 
 def over_copies(found, groups):
@@ -40,24 +34,11 @@ def over_copies(found, groups):
     return found
 
 
-def compare(got, want, case, units=1e-12):
-    assert set(got) == set(want)
-    for name, value in want.items():
-        scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
-        torch.testing.assert_close(
-            got[name],
-            value,
-            rtol=0,
-            atol=units * scale,
-            msg=lambda m: f"{case}, {name}: {m}",  # noqa: B023
-        )
-
-
 def _refuse_what_does_not_fit():
     rank, world_size = process_world()
     groups = build_groups(2, placement="sliced")
     layer = make_layer(groups)
-    x, _, rows = tokens_of(EQUAL)
+    x, _, rows = tokens_of((6,) * world_size)
     with pytest.raises(ValueError, match=r"disagree on r: 0 on ranks \[1\]; 1 on ranks \[0, 2"):
         layer(x[rows], r=0 if rank == 1 else 1)
     with pytest.raises(
@@ -94,7 +75,7 @@ def _dropout_and_dtypes():
                 outputs.append(run(layer, x[rows], target[rows], exchange=config))
                 torch.manual_seed(dist.get_rank())  # the same masks again, recomputed
                 recomputed = run(layer, x[rows], target[rows], False, exchange=config)
-                compare(recomputed, outputs[-1], (experts, layout, r, degree, "recomputed"))
+                torch.testing.assert_close(recomputed, outputs[-1], rtol=1e-12, atol=1e-12)
         whole = run(layer.eval(), x[rows], target[rows])
         for found in outputs:
             for name in ("y", "x"):
@@ -114,55 +95,10 @@ def _dropout_and_dtypes():
                 assert not want[name].any() or rms_ratio(got[name], want[name]) < limit, case
 
 
-def _train():
-    """20 updates, another r at each, against one process with all tokens; the norms, too."""
-    rank, world_size = process_world()
-    for experts in EXPERTS:
-        groups = build_groups(experts, placement="sliced")
-        x, target, rows = tokens_of(EQUAL)
-        options = {"null_experts": int(experts == 2)}
-        layer = make_layer(groups, **options)
-        alone = make_layer(ExpertParallelGroups(experts), **options)
-        training.prepare_data_parallel(layer)
-        choices, norms = possible_r(groups), []
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (layer, alone)]
-        for number in range(20):
-            r = choices[number % len(choices)]
-            y = layer(x[rows] + 0.1 * number, r=r)
-            # the mean over ranks of their losses, as data parallelism has it
-            (y - target[rows]).square().sum().mul(world_size).backward()
-            dist.all_reduce(layer.gate.wg.weight.grad)
-            layer.gate.wg.weight.grad /= world_size
-            (alone(x + 0.1 * number) - target).square().sum().backward()
-            # measured only: fp32, whose rounding would be in the weights
-            norm = nn.utils.get_total_norm([p.grad for p in alone.parameters()])
-            norms.append([training.clip_grad_norm_(layer, float("inf")).item(), norm.item()])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(*torch.tensor(norms).t(), rtol=1e-5, atol=0)  # in fp32
-        want = alone.state_dict()
-        for name, value in without_held_experts(layer.state_dict()).items():
-            if not name.startswith("experts."):
-                torch.testing.assert_close(value, want[name], rtol=0, atol=1e-10)
-                continue
-            slot, end = name.removeprefix("experts.").split(".", 1)
-            held = [value]
-            if groups.num_replicas > 1:
-                held = [torch.empty_like(value) for _ in range(groups.num_replicas)]
-                dist.all_gather(held, value.contiguous(), group=groups.replica_group)
-            expert = groups.local_experts[int(slot)]
-            torch.testing.assert_close(
-                join_slices(held, end), want[f"experts.{expert}.{end}"], rtol=0, atol=1e-10
-            )
-            assert end != "fc2.bias" or all(torch.equal(one, value) for one in held)
-
-
 @on_ranks(4, timeout=250)
-def test_every_r_gives_what_one_process_computes():
+def test_refusals_and_what_every_r_has_in_common():
     _refuse_what_does_not_fit()
     _dropout_and_dtypes()
-    _train()
 
 
 def test_simulated_ranks_copy_what_they_would_send_and_gather():

@@ -7,6 +7,7 @@ its seed.
 
 import os
 import random
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -214,22 +215,20 @@ def oracle(case):
 # the layer
 
 
-class OwnExpert(nn.Module):
-    def __init__(self, case):
-        super().__init__()
-        self.fc1 = nn.Linear(case.model_dim, case.hidden_dim)
-        self.fc2 = nn.Linear(case.hidden_dim, case.model_dim)
-        self.act = getattr(F, case.activation)
-
-    def forward(self, x):
-        return self.fc2(self.act(self.fc1(x)))
+def own_expert(case):
+    parts = {
+        "fc1": nn.Linear(case.model_dim, case.hidden_dim),
+        "act": {"gelu": nn.GELU, "relu": nn.ReLU}[case.activation](),
+        "fc2": nn.Linear(case.hidden_dim, case.model_dim),
+    }
+    return nn.Sequential(OrderedDict(parts))
 
 
 def layer_of(case):
     rank, _ = process_world()
     own = {"hidden_dim": case.hidden_dim, "activation": case.activation}
     if case.own:
-        own = {"experts": [OwnExpert(case) for _ in range(case.local_experts)]}
+        own = {"experts": [own_expert(case) for _ in range(case.local_experts)]}
     elif case.clamped:
         own |= {"expert_network": "clamped_swiglu", "expert_options": CLAMPED, "activation": "gelu"}
     chosen = case.group_size if case.placement == "replicated" else 0

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,9 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the fork server, if it starts now
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+    # of the fork server, if it starts now
+    one_thread = mock.patch.dict(os.environ, OMP_NUM_THREADS="1")
+    with one_thread, tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = pathlib.Path(name)
         processes = [
             context.Process(
@@ -71,10 +72,6 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
             _join(processes, time.monotonic() + timeout)
         finally:
             _end(processes)
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
         if any(process.exitcode != 0 for process in processes):
             raise RanksFailed("\n".join(_story(folder, r, p) for r, p in enumerate(processes)))
         return [

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from helpers.assertions import assert_same_state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +65,5 @@ def compare_with_linear(exchange, experts, layout="ragged", dtype=torch.float64,
     ]
     assert layers[0].exchange.name != layers[1].exchange.name
     ours, linear = (run(layer, x[rows], target[rows]) for layer in layers)
-    for name, value in ours.items():
-        assert torch.equal(value, linear[name]), (exchange, experts, layout, dtype, options, name)
+    assert_same_state(ours, linear, str((exchange, experts, layout, dtype, options)))
     assert not len(ours["x"]) or ours["x"].any()
