@@ -1,10 +1,10 @@
-"""A sharded optimizer of torch's own in a plain loop and in sets; torch.distributed.checkpoint:
+"""A sharded optimizer of torch's own in a plain loop. Files: test_toy_host.py and
 test_distributed_state.py; fairseq: tests/integrations/fairseq/test_zero_sharding.py."""
 
 import pytest
 import torch
 from helpers.assertions import assert_same_state
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks
 from torch import nn
 
 from fairseq_tutel import training
@@ -14,9 +14,9 @@ from fairseq_tutel.moe import MoELayer
 DIM = 4
 
 
-def make(shard, seed=0):
-    torch.manual_seed(seed)
-    layers = nn.Linear(DIM, 40), nn.Linear(40, DIM), MoELayer(DIM, 2, hidden_dim=8, seed=seed)
+def make(shard):
+    torch.manual_seed(0)
+    layers = nn.Linear(DIM, 40), nn.Linear(40, DIM), MoELayer(DIM, 2, hidden_dim=8, seed=0)
     model = nn.Sequential(*layers)
     wrapped = training.wrap_data_parallel(model) if process_world()[1] > 1 else model
     matrices, others = training.matrix_parameters(model)
@@ -30,9 +30,9 @@ def make(shard, seed=0):
     return model, wrapped, optimizers
 
 
-def steps(model, wrapped, optimizers, first, last):
+def steps(model, wrapped, optimizers):
     rank, _ = process_world()
-    for step in range(first, last):
+    for step in range(4):
         torch.manual_seed(10 * step + rank)
         wrapped(torch.randn(6, DIM)).square().sum().backward()
         training.clip_grad_norm_(model, 0.5)
@@ -42,35 +42,15 @@ def steps(model, wrapped, optimizers, first, last):
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def _train(folder):
+@on_ranks(2)
+def test_results_are_those_without_sharding():
     rank, _ = process_world()
-    plain = make(shard=False)
-    steps(*plain, 0, 2)
-    training.save_checkpoint(f"{folder}/plain.pt", plain[0], plain[2])
-    want = steps(*plain, 2, 4)
-
-    sharded = make(shard=True)
-    steps(*sharded, 0, 2)
-    training.save_checkpoint(f"{folder}/sharded.pt", sharded[0], sharded[2])
-    assert_same_state(steps(*sharded, 2, 4), want)
+    plain, sharded = make(shard=False), make(shard=True)
+    assert_same_state(*(steps(*each) for each in (sharded, plain)))
     # the matrices of an expert, and one of two of linear layers; the gate's is with the first
-    count = 2 + (2, 1)[rank]
-    assert len(sharded[2][0].state) == count
+    assert len(sharded[2][0].state) == 2 + (2, 1)[rank]
     with pytest.raises(ValueError, match="before it has state"):
         training.shard_optimizer(plain[2][0])
-
-    loaded = make(shard=True, seed=1)
-    training.load_checkpoint(f"{folder}/plain.pt", loaded[0], loaded[2])
-    assert len(loaded[2][0].state) == count
-    assert_same_state(steps(*loaded, 2, 4), want)
-
-
-def test_results_and_files_are_those_without_sharding(tmp_path):
-    run_ranks(_train, 2, str(tmp_path))
-    for part in ("shared", "rank-0", "rank-1"):
-        states = [torch.load(tmp_path / f"{n}-{part}.pt") for n in ("plain", "sharded")]
-        for key in ("model", "last_optimizer_state"):
-            assert_same_state(*(state[key] for state in states))
 
 
 def test_tensors_are_shared_out_evenly():

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.assertions import assert_same_state
 from helpers.distributed import RanksFailed, run_ranks
 from torch import nn
 
@@ -81,13 +82,7 @@ def content(path):
 
 
 def assert_same(path, reference):
-    want, got = content(reference), content(path)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        if not torch.is_tensor(value):
-            assert got[name] == value, (path, name)
-            continue
-        assert got[name].dtype == value.dtype and torch.equal(got[name], value), (path, name)
+    assert_same_state(content(path), content(reference), path)
 
 
 def path_of(folder, case, how):
@@ -137,8 +132,7 @@ def check_whole_state_and_refusals(folder):
         assert torch.equal(shared[0][f"moe.{name}"], value), name
     other = Model(2, "sliced", seed=5)
     training.load_full_state_dict(other, shared[0])
-    for name, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name
+    assert_same_state(other.state_dict(), model.state_dict())
 
     both = nn.ModuleDict({"a": model, "b": Model(2, "replicated")})
     with pytest.raises(ValueError, match="one num_slices, but a.moe has 2 and b.moe has 1"):
