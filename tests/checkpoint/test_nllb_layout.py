@@ -4,19 +4,15 @@ Only its widths are others: those files have 350 GB. The set is written by loops
 """
 
 from argparse import Namespace
-from collections import Counter
 
 import pytest
 import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from safetensors.torch import load_file as load_tensors
-from safetensors.torch import save_file
 
 from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank
 from fairseq_tutel.checkpoint import reader as reader_module
 from fairseq_tutel.checkpoint.__main__ import format_report
-from fairseq_tutel.export import TokenizerFiles, export_huggingface
 from fairseq_tutel.integrations.fairseq.programs import evaluation
 
 E, RANKS, WIDTH, HIDDEN, WORDS = 128, 256, 4, 3, 8
@@ -161,31 +157,3 @@ def test_any_copy_of_a_file_serves_and_one_that_differs_is_found(published, tmp_
     (tmp_path / f"{STEM}-rank-205.pt").unlink()
     with pytest.raises(CheckpointError, match="1 of 128 rank files missing: .*rank-77.pt"):
         load_for_rank(path, rank=0, world_size=8)
-
-
-def test_it_is_exported_one_file_of_weights_at_a_time(published, tmp_path, monkeypatch):
-    """Each file of weights takes a few experts: their rank files are read for it, once for most."""
-    folder, whole = published
-    (tmp_path / "dict.txt").write_text("".join(f"w{n} 1\n" for n in range(WORDS - 4)))
-    opened, sizes, load = Counter(), [], reader_module.load_file
-
-    def watched(path):
-        opened[path.rpartition(f"{STEM}-")[2]] += 1
-        return load(path)
-
-    def saved(tensors, path, **options):
-        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
-        save_file(tensors, path, **options)
-
-    monkeypatch.setattr(reader_module, "load_file", watched)
-    monkeypatch.setattr("safetensors.torch.save_file", saved)
-    files = TokenizerFiles(tmp_path)
-    made = export_huggingface(folder / f"{STEM}.pt", tmp_path / "m", files, max_bytes=20_000)
-    assert len(sizes) > 5 and max(sizes) <= 20_000
-    assert len(opened) == 1 + E and max(opened.values()) <= 3  # the first also tells sizes
-    assert sum(opened.values()) <= 1 + E + len(sizes) + 2
-    found = {k: v for file in made.glob("*.safetensors") for k, v in load_tensors(file).items()}
-    assert len(found) == len(whole) - 2  # the embedding once
-    expert = "decoder.layers.23.{}fc1.weight"
-    got = found["model." + expert.format("ffn.experts.expert_77.")]
-    assert torch.equal(got, whole[expert.format("moe_layer.experts.77.")])

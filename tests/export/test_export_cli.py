@@ -10,9 +10,11 @@ import weakref
 import pytest
 import torch
 from exported_models import make, make_translation, write_dictionary
+from helpers.dispatched import spied
 from helpers.golden import GOLDEN
 from safetensors.torch import load_file, save_file
 
+from fairseq_tutel.checkpoint import reader, reshard
 from fairseq_tutel.checkpoint.io import Checksums
 from fairseq_tutel.export import __main__ as command_line
 
@@ -20,6 +22,11 @@ from fairseq_tutel.export import __main__ as command_line
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     return make(tmp_path_factory.mktemp("set"), "--share-decoder-input-output-embed")
+
+
+@pytest.fixture(scope="module")
+def translation(tmp_path_factory):
+    return make_translation(tmp_path_factory.mktemp("pair"))
 
 
 def run(capsys, *words):
@@ -57,10 +64,12 @@ def test_weights_are_those_of_the_model_to_the_bit(saved, tmp_path, capsys):
     assert imported == {"dataclasses", "math", "torch", "transformers"}
 
 
-def test_files_of_weights_have_a_largest_size(saved, tmp_path, monkeypatch, capsys):
+def test_files_of_weights_have_a_largest_size(translation, tmp_path, monkeypatch, capsys):
     """Memory holds one of them: its tensors are gone before the next are made. Experts are checked
-    for damage once."""
+    for damage once, and each rank file is read once."""
     alive, checked, check = [], [], Checksums.check
+    path = reshard(str(translation.path), str(tmp_path / "four.pt"), 4)
+    opened = spied(monkeypatch, reader, "load_file")
 
     def noted(self, entries):
         checked.extend(name for name in entries if ".experts." in name)
@@ -75,9 +84,11 @@ def test_files_of_weights_have_a_largest_size(saved, tmp_path, monkeypatch, caps
         save_file(tensors, *args, **options)
 
     monkeypatch.setattr("safetensors.torch.save_file", watched)
-    words = "--data", saved.data, "--max-file-gb", 1e-5
-    assert run(capsys, "huggingface", saved.path, tmp_path / "m", *words)[0] == 0
-    assert len(checked) == 4 * (4 + 1)  # four tensors of four experts, and of the first for sizes
+    words = "--data", translation.data, "--max-file-gb", 1e-5
+    assert run(capsys, "huggingface", path, tmp_path / "m", *words)[0] == 0
+    # four tensors of four experts of two layers, and of the first expert for sizes
+    assert len(checked) == 2 * 4 * (4 + 1)
+    assert len({path for (path,), *_ in opened}) == len(opened) == 1 + 4
     files = sorted((tmp_path / "m").glob("*.safetensors"))
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     assert len(files) > 2 and set(index["weight_map"].values()) == {file.name for file in files}
@@ -135,11 +146,6 @@ def with_options(saved, folder, options):
                 continue
         torch.save(state, folder / file.name.replace("-shared" if options.get("_name") else "", ""))
     return folder / saved.path.name
-
-
-@pytest.fixture(scope="module")
-def translation(tmp_path_factory):
-    return make_translation(tmp_path_factory.mktemp("pair"))
 
 
 # what transformers' class for translation has no place for
