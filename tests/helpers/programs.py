@@ -87,7 +87,7 @@ class Programs:
 
     def __exit__(self, *exception) -> None:
         self._server.stdin.close()
-        self._server.wait(10)
+        self._server.wait(60)  # it may still import
         self._answers.close()
 
     def run(
