@@ -16,10 +16,18 @@ TINY = [
 ]  # fmt: skip
 
 
-def test_data_sizes_and_the_pages_command():
-    """Of the model's sizes: test_plan_counts.py."""
+def test_values_of_the_announcement():
     config = OmegaConf.load(CONFIGS / "meta_1.1t.yaml")
-    assert config.model.decoder_attention_heads == 32 and config.model.moe_gating_use_fp32
+    announced = {
+        "model.decoder_layers": 32, "model.decoder_attention_heads": 32,
+        "model.decoder_embed_dim": 4096, "model.decoder_ffn_embed_dim": 16384,
+        "model.moe_freq": 2, "model.moe_expert_count": 512, "model.moe_gating_use_fp32": True,
+        "task.tokens_per_sample": 1024, "dataset.batch_size": 24, "optimizer._name": "adam",
+        "optimizer.fp16_adam_stats": True, "criterion._name": "moe_cross_entropy",
+        "common.memory_efficient_fp16": True, "common.fp16": True,
+    }  # fmt: skip
+    for key, value in announced.items():
+        assert OmegaConf.select(config, key) == value, key
     # 4 special symbols, and fairseq pads to a multiple of 8
     assert (config.task.dict_size + 4 + 7) // 8 * 8 == 51200
     # a benchmark run on 512 GPUs is one epoch of full batches
