@@ -78,10 +78,10 @@ def attempt(saboteur, action):
     return None
 
 
-def interrupt_everywhere(monkeypatch, interruption, prepare, change, check, may_survive=0):
+def interrupt_everywhere(monkeypatch, interruption, prepare, change, check, survives=0):
     """Run prepare() and change(saboteur) for n = 1, 2, ... until change() gets through.
 
-    may_survive: how many failures before the commit need not stop the change.
+    survives: how many failures before the commit do not stop the change.
     """
     outcomes = []
     for at in range(1, 200):
@@ -100,6 +100,6 @@ def interrupt_everywhere(monkeypatch, interruption, prepare, change, check, may_
         pytest.fail("the change never got through")
     # both sides of the commit were met, in this order, or the test would prove nothing
     survived = outcomes.index(False)
-    assert survived <= may_survive
+    assert survived == survives
     assert outcomes[survived:] == sorted(outcomes[survived:]) and True in outcomes[survived:]
     check(saboteur)

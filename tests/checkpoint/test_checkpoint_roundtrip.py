@@ -129,23 +129,24 @@ def test_ranks_that_read_different_saves_are_an_error(tmp_path):
 
 
 def test_copy_is_independent_of_the_original(tmp_path):
-    last, best = str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "checkpoint_best.pt")
+    # one name begins with the other
+    last, best = str(tmp_path / "checkpoint_1_10.pt"), str(tmp_path / "checkpoint_1_100.pt")
     old, new = Reference(4, seed=1), Reference(4, seed=2)
     new.save(best, 4)  # what was there before, with more ranks
     old.save(last, 2)
     run_ranks(2, lambda rank, gather: copy_set(last, best, ranks=AllRanks(rank, 2, gather)))
     copy_set(last, best)  # again: both names are now links to one file, which rename() ignores
-    expected = set_names("checkpoint_last", 2) | set_names("checkpoint_best", 2)
+    expected = set_names("checkpoint_1_10", 2) | set_names("checkpoint_1_100", 2)
     assert names_in(tmp_path) == expected
-    assert os.path.samefile(tmp_path / "checkpoint_last-rank-1.pt", best[:-3] + "-rank-1.pt")
+    assert os.path.samefile(tmp_path / "checkpoint_1_10-rank-1.pt", best[:-3] + "-rank-1.pt")
     new.save(last, 2)
     old.check_loadable(best, (1, 2))
     new.check_loadable(last, (1, 2))
     merge(last, str(tmp_path / "m.pt"), with_optimizer=True)
     copy_set(str(tmp_path / "m.pt"), best)
     new.check_loadable(best)
-    merged = {"m.pt", "checkpoint_best.pt"}
-    assert names_in(tmp_path) == expected - set_names("checkpoint_best", 2) | merged
+    merged = {"m.pt", "checkpoint_1_100.pt"}
+    assert names_in(tmp_path) == expected - set_names("checkpoint_1_100", 2) | merged
 
 
 def test_gate_rows_of_null_experts_are_no_experts(tmp_path):

@@ -27,6 +27,19 @@ def test_numbers_of_parameters_are_the_published_ones(preset, experts, millions)
     assert count / 1e6 == pytest.approx(millions, abs=0.05)
 
 
+@torch.no_grad()
+def test_attention_in_a_window_of_four_patches_a_side():
+    """In windows of two, as those of Microsoft's files, all steps are 1."""
+    attn = example("model").WindowAttention(8, 2, 4, 0, 4)
+    x, place = torch.randn(16, 8), torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    step = place[:, None] - place
+    bias = attn.cpb_mlp(step.sign() * torch.log2(1 + 8 / 3 * step.abs()) / 3).permute(2, 0, 1)
+    q, k, v = attn.qkv(x).unflatten(-1, (3, 2, 4)).permute(1, 2, 0, 3)
+    rows = (q @ k.mT / 2 + bias).softmax(-1) @ v
+    want = attn.proj(rows.transpose(0, 1).flatten(1)).view(1, 4, 4, 8)
+    torch.testing.assert_close(attn(x.view(1, 4, 4, 8)), want, rtol=1e-4, atol=1e-5)
+
+
 def updates(options, first, last, folder=None):
     """Losses of updates of a run without noise, over all ranks; saved at the end in ``folder``."""
     train, model = example("train"), example("model")
