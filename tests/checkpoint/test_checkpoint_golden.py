@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.assertions import assert_same_state
 
-from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # tensors of one element by which fairseq's models tell their version: no parameters
@@ -84,8 +84,13 @@ def test_metas_optimizer_state_is_dropped_with_a_warning(tmp_path, caplog):
         state = torch.load(file, weights_only=True)
         state["last_optimizer_state"] = {"state": {0: {"step": 1}}, "param_groups": []}
         torch.save(state, tmp_path / file.name)
+    path = str(tmp_path / "checkpoint_last.pt")
     with caplog.at_level(logging.WARNING, logger="fairseq_tutel"):
-        state = load_for_rank(str(tmp_path / "checkpoint_last.pt"), rank=1, world_size=2)
+        state = load_for_rank(path, rank=1, world_size=2)
     assert "last_optimizer_state" not in state and len(state["model"]) == 64 + 16
     assert "checkpoint_last-shared.pt: its optimizer state is not keyed by" in caplog.text
-    assert inspect(str(tmp_path / "checkpoint_last.pt"))["optimizer_state"] == "foreign"
+    assert inspect(path)["optimizer_state"] == "foreign"
+    merged = merge(reshard(path, str(tmp_path / "four.pt"), 4), str(tmp_path / "one.pt"))
+    assert_same_state(
+        *(load_for_rank(each, rank=0, world_size=1)["model"] for each in (merged, path))
+    )

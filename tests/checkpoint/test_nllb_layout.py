@@ -9,10 +9,12 @@ import pytest
 import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from safetensors.torch import load_file as load_tensors
 
 from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank
 from fairseq_tutel.checkpoint import reader as reader_module
 from fairseq_tutel.checkpoint.__main__ import format_report
+from fairseq_tutel.export import TokenizerFiles, export_huggingface
 from fairseq_tutel.integrations.fairseq.programs import evaluation
 
 E, RANKS, WIDTH, HIDDEN, WORDS = 128, 256, 4, 3, 8
@@ -157,3 +159,15 @@ def test_any_copy_of_a_file_serves_and_one_that_differs_is_found(published, tmp_
     (tmp_path / f"{STEM}-rank-205.pt").unlink()
     with pytest.raises(CheckpointError, match="1 of 128 rank files missing: .*rank-77.pt"):
         load_for_rank(path, rank=0, world_size=8)
+
+
+def test_it_is_exported(published, tmp_path):
+    folder, whole = published
+    (tmp_path / "dict.txt").write_text("".join(f"w{n} 1\n" for n in range(WORDS - 4)))
+    files = TokenizerFiles(tmp_path)
+    made = export_huggingface(folder / f"{STEM}.pt", tmp_path / "m", files)
+    (file,) = made.glob("*.safetensors")
+    found, expert = load_tensors(file), "decoder.layers.23.{}fc1.weight"
+    assert len(found) == len(whole) - 2  # the embedding once
+    got = found["model." + expert.format("ffn.experts.expert_77.")]
+    assert torch.equal(got, whole[expert.format("moe_layer.experts.77.")])
