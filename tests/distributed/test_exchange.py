@@ -15,10 +15,12 @@ from fairseq_tutel.distributed import (
     register_exchange,
 )
 from fairseq_tutel.distributed.exchanges import (
+    Direction,
     Exchange,
     ExchangeRecord,
     LocalCopy,
     Splits,
+    stream_of,
 )
 from fairseq_tutel.moe import MoELayer
 
@@ -166,6 +168,15 @@ def test_the_time_of_an_exchange_is_measured_without_its_gradient():
 
 
 W, M = 4, 6
+
+
+def test_a_handle_is_waited_for_once():
+    exchange = build_exchange("linear", build_groups(W, simulate_world_size=W))
+    rows = torch.ones(W, M)
+    handle = exchange.start(rows, Direction.DISPATCH, None, stream_of(rows.device))
+    assert torch.equal(handle.wait(), rows)
+    with pytest.raises(RuntimeError, match="the dispatch exchange was waited for before"):
+        handle.wait()
 
 
 def test_what_arrived_may_be_changed_in_place():

@@ -1,4 +1,4 @@
-"""A gate is called as a module: names in state dicts, wrappers."""
+"""A gate is called as a module: names in state dicts, hooks, wrappers."""
 
 import pytest
 import torch
@@ -77,6 +77,15 @@ def test_a_gate_that_is_wrapped_later_routes_as_before(name, wrap):
     assert torch.equal(again, y)
     for param in layer.parameters():
         torch.testing.assert_close(param.grad, want[id(param)])
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_hooks_of_gate_and_experts_run_once_per_call(name):
+    layer, seen = make(GATES[name]()), []
+    for part in ("gate", "experts"):
+        getattr(layer, part).register_forward_hook(lambda *_, part=part: seen.append(part))
+    layer(torch.randn(9, M))
+    assert seen == ["gate", "experts"]
 
 
 def test_a_router_without_reports_is_named():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.assertions import assert_close, rms_ratio
 
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import MoELayer, hold_experts
 from fairseq_tutel.moe.experts.int8 import Int8, expert_ffn_int8
 
 DIM, EXPERTS = 32, 4
@@ -58,6 +58,8 @@ def test_mapped_experts_are_the_state_dict(options, tokens):
     # whose memory the state dict has
     assert_close("y", again(x), layer(x), torch.float32)
     assert again.state_dict()["experts.2.fc1.weight"].data_ptr() == weight.data_ptr()
+    layer.experts = hold_experts(layer.experts, "mapped")
+    assert_close("y", again(x), layer(x), torch.float32)
 
 
 @pytest.mark.parametrize("options", NETWORKS, ids=str)

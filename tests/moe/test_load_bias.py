@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
 from fairseq_tutel.moe import MoEConfig, MoELayer, make_router
-from fairseq_tutel.moe.load_bias import BINS, margin_histogram, quantile_bias
+from fairseq_tutel.moe.load_bias import BINS, margin_histogram, quantile_bias, sign_bias
 
 T, E = 37, 6
 
@@ -43,6 +43,11 @@ def test_margins_are_counted_without_padding_and_beyond_the_edges():
     assert counts[:, BINS].tolist() == [8, 8, 8]
     assert counts[1, BINS - 1] == 1 and counts[2, 0] == 1  # -1e9 and 1e9
     assert counts[:, BINS // 2].tolist() == [1, 1, 0]  # the next best themselves
+
+
+def test_a_step_of_the_sign_by_hand():
+    bias = sign_bias(torch.full((4,), 0.5), torch.tensor([8, 4, 2, 2]), 0.125)
+    assert bias.tolist() == [-0.15625, -0.03125, 0.09375, 0.09375]  # their mean is zero
 
 
 def test_without_counts_the_bias_stays():

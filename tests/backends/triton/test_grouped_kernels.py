@@ -69,7 +69,7 @@ def test_kernels_with_tma_loads_equal_a_product_per_expert(ends, dtype, device):
 @pytest.mark.parametrize("way", ["every GPU", "TMA"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_gathered_inside_of_a_product(way, dtype, device):
-    """Row r is token pair[r] // 3; the last rows have no token."""
+    """Row r is token pair[r] // 3; the last rows have no token, and no row is token 0."""
     if way == "TMA" and (
         dtype == torch.float32 or (device.type == "cuda" and not tma.has_tma(device))
     ):
@@ -77,7 +77,8 @@ def test_rows_are_gathered_inside_of_a_product(way, dtype, device):
     ends = ENDS["an empty expert and unused rows"]
     _, weight, other, offsets = make(ends, dtype, device, ((R, 40), (4, 40, 24), (R, 24)))
     tokens = torch.randn(19, 40).to(dtype).to(device)
-    pair = torch.randperm(R).int().to(device)
+    tokens[0] = float("nan")
+    pair = torch.randperm(R).int().clamp(min=3).to(device)
     pair[ends[-1] :] = -1
     rows, source = tokens[pair.long() // 3], tma.Source(pair, 3)
     used, exact = ends[-1], rows.double()
