@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.assertions import assert_same_state
+from helpers.assertions import assert_same_state, rms_ratio
 from helpers.distributed import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,10 +78,14 @@ class ToyTrainer:
                 model.layers[0].experts = copy.deepcopy(model.layers[0].experts)
             training.prepare_data_parallel(model)
             self.net = nn.parallel.DistributedDataParallel(model)
+        elif how == "half":
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            training.shard_dense(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         elif how == "shard_dense":
             training.shard_dense(model)
         for name, param in model.named_parameters():
-            sharded = how == "shard_dense" and ".experts." not in name
+            sharded = how in ("half", "shard_dense") and ".experts." not in name
             assert is_sharded(param) == (sharded and world_size > 1), name
             assert param.dtype == torch.float32, name
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
@@ -243,6 +247,14 @@ def test_resumes_on_any_number_of_ranks_as_one_process(saved, ranks):
     for (experts, by, *_), (loaded, state) in zip(RESUMED[ranks], found, strict=True):
         assert_same_state(loaded, saved[experts, by][1])
         assert_same(state, reference(experts)[1])
+
+
+def test_half_precision_inside():
+    state, _, norms = reference(EXPERTS)
+    for own, (first, *rest) in run_ranks(start, 2, EXPERTS, "half"):
+        assert 1e-5 < abs(first / norms[0] - 1) < 0.05
+        assert rest == pytest.approx(norms[1:], rel=0.25)  # rounding grows from step to step
+        assert all(rms_ratio(value, state[name]) < 0.15 for name, value in own.items())
 
 
 def test_a_host_without_ranks_saves_the_same_files(tmp_path):
