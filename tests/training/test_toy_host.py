@@ -167,6 +167,8 @@ def go_on(experts, how, path, files="set"):
     """Whole models as loaded and after the other half of the updates."""
     trainer = ToyTrainer(experts, how if process_world()[1] > 1 else "alone")
     trainer.resume(path, files)
+    trained = [param for param in trainer.model.parameters() if param.requires_grad]
+    assert (len(trainer.optimizer.state) < len(trained)) == (how == "wrap")  # a part of it
     loaded = training.full_state_dict(trainer.net)
     half(trainer)
     return loaded, training.full_state_dict(trainer.net)
