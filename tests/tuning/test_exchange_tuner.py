@@ -116,6 +116,7 @@ def _parallelism():
         if step.timer is not None:
             step.timer.us = {1: 3000, 2: 1000, 0: 2000}[step.exchange.r]
         layer(torch.randn(640, M, requires_grad=True), step=step).sum().backward()
+        assert step.timer is None or RegionTimer.microseconds.fget(step.timer) > 0
     assert set(used) == {0, 1, 2} and used[-1] == 2
 
 
