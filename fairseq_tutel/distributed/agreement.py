@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +41,18 @@ class StepSettings:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
+class Timer(Protocol):
+    """Timer of a part of each layer in both passes; :mod:`fairseq_tutel.tuning` has one."""
+
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the input to use in place of x, and a span for :meth:`end`."""
+        ...
+
+    def end(self, y: torch.Tensor, span: Any) -> torch.Tensor:
+        """Return the output to use in place of y."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepAgreement:
     """Values that the ranks of an exchange group (with slices: all ranks) share in a forward pass.
@@ -49,15 +61,14 @@ class StepAgreement:
         num_tokens: largest number of tokens of any rank; capacities follow from it.
         settings: the compared settings; None if the agreement was made by hand and is not checked.
         exchange: exchange for the layers to use in place of their own; None keeps their own.
-        timer: RegionTimer (:mod:`fairseq_tutel.tuning.timer`) of the layers from dispatch to
-            combine; None measures nothing.
+        timer: timer of the layers from dispatch to combine; None measures nothing.
         draw: random number of the first rank, for equal draws on all ranks; None draws nothing.
     """
 
     num_tokens: int
     settings: StepSettings | None = None
     exchange: ExchangeConfig | None = None
-    timer: Any = None
+    timer: Timer | None = None
     draw: int | None = None
 
 

@@ -11,13 +11,12 @@ from ..distributed import Direction
 
 
 class WireCodec:
-    """Wire formats of an exchange's config; no autograd."""
+    """Codec (:class:`~fairseq_tutel.distributed.exchanges.Codec`) with the formats of a config."""
 
     def __init__(self, config: ExchangeConfig):
         self._config = config
 
     def encode(self, rows, direction):
-        """Return a message [n, ...] of rows [n, ...], and the square sums; None: sent unchanged."""
         name = wire_format(self._config, direction, rows.dtype)
         return None if name is None else ops.encode_rows(rows.flatten(1), name)
 

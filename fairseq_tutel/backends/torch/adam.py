@@ -86,15 +86,32 @@ def quantize_(
     return scale_Q
 
 
-def adam16_maxima(param: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
+def adam16_maxima(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq_scale: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    grad_multiplier: Tensor,
+) -> Tensor:
     """Return the largest magnitudes, as :func:`fairseq_tutel.ops.adam16_maxima` does."""
-    statistics = _new_statistics(param.dtype, *tensors, **options)
+    state = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
+    statistics = _new_statistics(grad, state, beta1, beta2, grad_multiplier, param.dtype)
     return torch.stack([finite_max(x_QN) for x_QN in statistics])
 
 
 def adam16_step_(
     param: Tensor,
-    *tensors: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq_scale: Tensor,
+    *,
     lr: float,
     beta1: float,
     beta2: float,
@@ -111,11 +128,10 @@ def adam16_step_(
     end of section 2; decoupled decay of Loshchilov and Hutter, 2019). The update uses m and v
     before they are rounded. Arguments and results as of :func:`fairseq_tutel.ops.adam16_step_`.
     """
-    _, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     slices = max(exp_avg_scale.numel(), 1)
     compute = torch.promote_types(param.dtype, torch.float32)
-    given = {"beta1": beta1, "beta2": beta2, "grad_multiplier": grad_multiplier}
-    avg_QN, sq_QN = _new_statistics(param.dtype, *tensors, **given)
+    state = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale
+    avg_QN, sq_QN = _new_statistics(grad, state, beta1, beta2, grad_multiplier, param.dtype)
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     param_QN = param.reshape(slices, -1).to(compute)
     if weight_decay != 0:
@@ -135,19 +151,9 @@ def adam16_steps_(states: Sequence[Sequence[Tensor]], **options: Any) -> None:
             scale.copy_(new)
 
 
-def _new_statistics(
-    dtype,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    exp_avg_scale,
-    exp_avg_sq_scale,
-    *,
-    beta1,
-    beta2,
-    grad_multiplier,
-):
+def _new_statistics(grad, state, beta1, beta2, grad_multiplier, dtype):
     """Return the new exp_avg and exp_avg_sq, [Q, N], unrounded, in the dtype of the arithmetic."""
+    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state
     slices = max(exp_avg_scale.numel(), 1)
     compute = torch.promote_types(dtype, torch.float32)
 

@@ -19,12 +19,18 @@ def token_ffn_bwd(
     x_TM: Tensor,
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
-    *kept_and_params: Tensor | None,
+    saved: Tensor,
+    active_RF: Tensor,
+    *params: Tensor | None,
     needs_x: bool = True,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what :func:`.expert_ffn.expert_ffn_bwd` returns; the rows are dispatched again."""
+    """Return the gradients of the tokens, of fc1's weight and bias and of fc2's.
+
+    A gradient that is not needed has shape (0,). Rows are dispatched again.
+    """
     rows_RM = dispatch_fwd(x_TM, dest_row_TK, src_pair_R)
-    options["needs_rows"] = needs_x
-    d_rows, *d_params = expert_ffn_bwd(d_out, rows_RM, *kept_and_params, **options)
+    d_rows, *d_params = expert_ffn_bwd(
+        d_out, rows_RM, saved, active_RF, *params, needs_rows=needs_x, **options
+    )
     return dispatch_bwd(d_rows, dest_row_TK) if needs_x else d_rows, *d_params

@@ -128,7 +128,12 @@ def _add_offset_kernel(
 def rank_in_blocks(
     expert_TK: Tensor, num_experts: int, order_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rank the pairs of each block of SLOT_BLOCK positions of a choice; ``order_T``: their tokens.
+    """Rank the pairs of each block of SLOT_BLOCK positions of a choice.
+
+    Args:
+        expert_TK: (T, K) int32, -1 = not routed.
+        num_experts: E.
+        order_T: (T,) int64, token at each position; None (default): the tokens' order.
 
     Returns:
         rank_TK: int32, earlier pairs of the same expert in the block.

@@ -23,12 +23,16 @@ def token_ffn_bwd(
     x_TM: Tensor,
     dest_row_TK: Tensor,
     src_pair_R: Tensor,
-    *kept_and_params: Tensor | None,
+    hidden_RF: Tensor,
+    active_RF: Tensor,
+    *params: Tensor | None,
     needs_x: bool = True,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute :func:`fairseq_tutel.backends.torch.token_ffn_bwd` in Triton."""
-    options |= {"needs_rows": needs_x, "source": Source(src_pair_R, dest_row_TK.shape[1])}
-    d_rows, *d_params = expert_ffn_bwd(d_out, x_TM, *kept_and_params, **options)
+    source = Source(src_pair_R, dest_row_TK.shape[1])
+    d_rows, *d_params = expert_ffn_bwd(
+        d_out, x_TM, hidden_RF, active_RF, *params, needs_rows=needs_x, source=source, **options
+    )
     d_x_TM = dispatch_bwd(d_rows, dest_row_TK) if needs_x else d_rows
     return d_x_TM, *d_params

@@ -32,10 +32,14 @@ _REPETITIONS = 5
 def break_even_rows(flops: float, bandwidth: float, element: int, *, training: bool) -> int:
     """Return how many rows take as long to compute as an expert's weights take to travel.
 
-    Give FLOP/s of the experts' products, bytes/s that a rank sends, and bytes of a number.
-
     >>> break_even_rows(400e12, 360e9, 2, training=True)  # H100 with NVLink, bf16
     741
+
+    Args:
+        flops: FLOP per second of the experts' products.
+        bandwidth: bytes per second that a rank sends.
+        element: bytes of a number.
+        training: whether there is a backward pass.
     """
     return max(1, math.ceil(element * flops / ((3 if training else 2) * bandwidth)))
 
@@ -43,7 +47,10 @@ def break_even_rows(flops: float, bandwidth: float, element: int, *, training: b
 def rows_while_travelling(pays: float, model_dim: int, weights: float) -> float:
     """Return how many rows take as long to compute as one row takes to travel there and back.
 
-    ``pays`` is the result of :func:`break_even_rows`; ``weights`` is N, numbers of an expert.
+    Args:
+        pays: result of :func:`break_even_rows`.
+        model_dim: M, numbers of a row.
+        weights: N, numbers of an expert.
     """
     return pays * 2 * model_dim / weights
 

@@ -9,13 +9,14 @@ from .algorithm import (
     Direction,
     ExchangeAlgorithm,
     LocalCopy,
+    NetworkProfile,
     Splits,
     chunk_edges,
     exchange_candidates,
     register_exchange,
 )
 from .build import build_algorithms, build_exchange
-from .exchange import Exchange, ExchangeRecord, Handle
+from .exchange import Codec, Exchange, ExchangeRecord, Handle
 from .linear import LinearExchange
 from .streams import Stream, stream_of
 from .two_dimensional import TwoDimensionalExchange

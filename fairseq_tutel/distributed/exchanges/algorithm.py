@@ -6,7 +6,7 @@ import abc
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,19 @@ def chunk_sizes(count: torch.Tensor, degree: int) -> torch.Tensor:
     return count[None] if degree == 1 else chunk_edges(count, degree).diff(dim=0)
 
 
+class NetworkProfile(Protocol):
+    """Numbers that decide the time of an exchange: bytes per second of one rank, and seconds."""
+
+    gpus_per_node: int
+    node_bandwidth: float
+    network_bandwidth: float
+    link_efficiency: float
+    memory_bandwidth: float
+    memory_efficiency: float
+    latency: float
+    message_overhead: float
+
+
 class ExchangeAlgorithm(abc.ABC):
     """Algorithm that moves rows between ranks.
 
@@ -111,9 +124,14 @@ class ExchangeAlgorithm(abc.ABC):
 
     @classmethod
     def partitions(cls, num_ranks: int, ranks_per_node: int) -> Mapping[str, list[list[int]]]:
-        """Return the process groups that it needs besides that of all P ranks, m (or 0) per node.
+        """Return the process groups that the algorithm needs besides that of all P ranks.
 
-        They are partitions of range(P) by name.
+        Args:
+            num_ranks: P.
+            ranks_per_node: m, or 0 if nodes differ.
+
+        Returns:
+            Name -> partition of range(P).
         """
         return {}
 
@@ -123,11 +141,16 @@ class ExchangeAlgorithm(abc.ABC):
         return None
 
     @classmethod
-    def predict(cls, num_bytes: float, num_ranks: int, network: Any) -> float:
-        """Return the seconds of one exchange of equal parts among P ranks.
+    def predict(cls, num_bytes: float, num_ranks: int, network: NetworkProfile) -> float:
+        """Return the seconds of one exchange of equal parts.
 
-        ``num_bytes`` are what one rank sends, including its own part; ``network`` has the fields of
-        ``plan.hardware.Hardware``. An algorithm may leave it out (NotImplementedError).
+        Args:
+            num_bytes: bytes that one rank sends, including its own part.
+            num_ranks: P.
+            network: speed of the links.
+
+        Raises:
+            NotImplementedError: the algorithm does not predict its time.
         """
         raise NotImplementedError(f"{cls.__name__} does not predict its time")
 

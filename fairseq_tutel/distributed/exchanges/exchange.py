@@ -11,13 +11,31 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Protocol, final
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .algorithm import Direction, ExchangeAlgorithm, Splits
 from .streams import Stream, UnderWay
+
+
+class Codec(Protocol):
+    """Wire format of rows; no autograd, no state."""
+
+    def encode(
+        self, rows: torch.Tensor, direction: Direction
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Encode rows [n, ...]; return None if they travel unchanged in this direction.
+
+        Returns:
+            The message [n, ...], a row per row, so that splits stay valid; and fp32 [2], the sums
+            of squared errors and of squares.
+        """
+        ...
+
+    def decode(self, message: torch.Tensor, direction: Direction, out: torch.Tensor) -> None:
+        """Decode a received message into ``out``."""
 
 
 @dataclass
@@ -27,8 +45,8 @@ class ExchangeRecord:
     Attributes:
         cpu_ms: wall time of timed exchanges, in milliseconds.
         cuda_ms: their time between events of a GPU, in milliseconds.
-        square_sums: by direction, fp32 [2]: sums of squared errors and of squares of encoded rows;
-            of gradients after the backward pass.
+        square_sums: by direction, fp32 [2]: sums of squared errors and of squares, as
+            :meth:`Codec.encode` returns them; of gradients after the backward pass.
         loads_P: with ``balance_ranks``, rows that each rank of the exchange group computes.
         rows_helped: rows of this rank's experts that other ranks compute.
         bytes_moved: weights of experts that this rank sent to helpers, and gradients of helped
@@ -73,7 +91,7 @@ class Exchange:
 
     Args:
         algorithm: the all-to-all.
-        codec: the wire format, a ``moe.wire.WireCodec`` (default None: rows travel unchanged).
+        codec: the wire format (default None: rows travel unchanged).
         timed: measure forward calls that bring a record, for ``--record-a2a-perf-stats`` (default
             False). It slows training down.
         balances: make a record for the moves of ``balance_ranks`` (default False).
@@ -82,7 +100,7 @@ class Exchange:
     def __init__(
         self,
         algorithm: ExchangeAlgorithm,
-        codec: Any = None,
+        codec: Codec | None = None,
         timed: bool = False,
         balances: bool = False,
     ):
