@@ -256,7 +256,10 @@ def _fill_sizes(model: SimpleNamespace) -> None:
             f"model.adaptive_softmax_cutoff={model.adaptive_softmax_cutoff}: the planner cannot "
             "count the memory of its output"
         )
-    (fill_sizes if is_encoder_decoder(model) else fill_decoder_sizes)(model)
+    if is_encoder_decoder(model):
+        fill_sizes(model)
+    else:
+        fill_decoder_sizes(model)
     for field, flag in TUNED.items():
         if str(getattr(model, flag)) == "auto":
             setattr(model, flag, getattr(ExchangeConfig, field))  # the tuner starts there

@@ -4,13 +4,14 @@ Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then
 pass, without padding. ``training/STEERING.md`` lists their entries.
 """
 
-import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fairseq.data import Dictionary
+from torch import nn
 
 from ....distributed import process_world
 from ....moe.model import moe_layers
@@ -46,6 +47,7 @@ class RoutingTrace:
         rank, self._ranks = process_world()
         self._path = os.path.join(folder, f"trace-rank-{rank}.jsonl")
         self._model, self._interval = model, interval
+        self._signature = inspect.signature(model.forward)
         names = {id(layer): str(key) for key, layer in model.moe_layers.items()}
         self._names = {name: names[id(layer)] for name, layer in moe_layers(model).items()}
         stacks = dict.fromkeys(name.rpartition(".")[0] for name in names.values())
@@ -56,8 +58,10 @@ class RoutingTrace:
         self._modes = list(modes)
         self._update = self.fillers = 0
         self._is_begun = self._is_resumed = False
+        self._recording: tuple[AbstractContextManager, dict] | None = None
         model.moe_trace = self
-        model.forward = self._traced(model.forward)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
     def resume(self, update: int, *, rewrite: bool) -> None:
         """Go on after an update; ``rewrite``: drop the lines of later updates."""
@@ -69,22 +73,20 @@ class RoutingTrace:
         """Begin the passes of an update, or of a validation after it."""
         self._update, self.fillers = update, fillers
 
-    def _traced(self, forward: Callable) -> Callable:
-        """Return the model's method, which then writes each pass that is not left out."""
-        signature = inspect.signature(forward)
+    def _begin(self, module: nn.Module, args: tuple) -> None:
+        if self.fillers:
+            self.fillers -= 1
+        elif not (module.training and self._update % self._interval):
+            recording = record_choices(module)
+            self._recording = recording, recording.__enter__()
 
-        @functools.wraps(forward)
-        def traced(*args, **kwargs):
-            left_out = self.fillers or self._model.training and self._update % self._interval
-            self.fillers = max(self.fillers - 1, 0)
-            if left_out:
-                return forward(*args, **kwargs)
-            with record_choices(self._model) as choices:
-                output = forward(*args, **kwargs)
-            self._write(signature.bind(*args, **kwargs).arguments, choices)
-            return output
-
-        return traced
+    def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if self._recording is None:
+            return
+        (recording, choices), self._recording = self._recording, None
+        recording.__exit__(None, None, None)
+        if output is not None:  # the pass did not fail
+            self._write(self._signature.bind(*args, **kwargs).arguments, choices)
 
     def _write(self, inputs: dict[str, Any], choices: dict[str, Any]) -> None:
         inputs = {**inputs, **inputs.get("kwargs", {})}
