@@ -29,12 +29,15 @@ def gathers_tokens(x_TM: Tensor, fc1_weight: Tensor) -> bool:
 
 
 _LEADING = "x", "dest_row", "src_pair"
-_token_ffn = network_operator(
-    "token_ffn",
-    network_bwd_operator("token_ffn_bwd", *_LEADING),
-    lambda x, dest_row, src_pair: x.new_empty((src_pair.shape[0], x.shape[1])),
-    *_LEADING,
-)
+_token_ffn_bwd = network_bwd_operator("token_ffn_bwd", *_LEADING)
+
+
+def _fake_out(x, dest_row, src_pair):
+    return x.new_empty((src_pair.shape[0], x.shape[1]))
+
+
+_token_ffn = network_operator("token_ffn", _token_ffn_bwd, _fake_out, *_LEADING)
+_token_ffn_fp8 = network_operator("token_ffn_fp8", _token_ffn_bwd, _fake_out, *_LEADING)
 
 
 def token_ffn(
@@ -55,4 +58,5 @@ def token_ffn(
     check_ffn(x_TM, params, offsets, options.activation in GATES)
     seed = options.draw_seed(x_TM.device)
     how = options.activation, *options.dropout_p, needs_gradient(x_TM, *params)
-    return _token_ffn(x_TM, dest_row_TK, src_pair_R, *params, offsets, seed, *how)[0]
+    function = _token_ffn_fp8 if options.fp8 else _token_ffn
+    return function(x_TM, dest_row_TK, src_pair_R, *params, offsets, seed, *how)[0]

@@ -5,15 +5,21 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.assertions import assert_close, rms_ratio
+from helpers.distributed import run_ranks
+from helpers.layers import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import _fp8 as fp8
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops.fp8 import check_fp8
+from fairseq_tutel.training import add_lora
 
-M, F, E = 64, 128, 4
+M, F, E = 32, 64, 4
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +53,28 @@ def test_rounding_of_rows():
     assert ((got - x).abs() <= x.abs() * 2**-4)[normal].all()
 
 
+def triton(*case):
+    return pytest.param(*case, "triton", marks=pytest.mark.interpreted)
+
+
 @pytest.mark.parametrize(
-    ("network", "factor", "way"),
+    ("network", "factor", "top_k", "memory", "way"),
     [
-        *((network, factor, "torch") for network in NETWORKS for factor in (0.0, 1.0)),
-        pytest.param("ffn", 0.0, "triton", marks=pytest.mark.interpreted),
-        pytest.param("swiglu", 1.0, "triton", marks=pytest.mark.interpreted),
+        *((network, factor, 2, "fast", "torch") for network in NETWORKS for factor in (0.0, 1.0)),
+        ("ffn", 0.0, 2, "lean", "torch"),
+        ("swiglu", 1.0, 1, "minimal", "torch"),
+        triton("ffn", 0.0, 2, "fast"),
+        triton("swiglu", 1.0, 2, "fast"),
+        triton("ffn", 0.0, 1, "minimal"),
+        triton("swiglu", 0.0, 2, "minimal"),
     ],
 )
-def test_error_and_gradients(network, factor, way, backend):
+def test_error_and_gradients(network, factor, top_k, memory, way, backend):
     """The gradients are of bf16's size of error: they multiply what was not rounded to fp8."""
     backend("torch")
-    low, exact = layers(network, capacity_factor=factor)
-    x = torch.randn(48, M)
+    low, exact = layers(network, capacity_factor=factor, top_k=top_k)
+    low.experts.keep(ops.ActivationMemory(memory))
+    x = torch.randn(16, M)
     wide = x.double().requires_grad_()
     want = exact(wide)
     d_y = torch.randn_like(x)
@@ -70,6 +85,7 @@ def test_error_and_gradients(network, factor, way, backend):
     error = rms_ratio(got, want)
     assert 0.02 < error <= NETWORKS[network], error
     got.backward(d_y)
+    assert rms_ratio(x.grad, wide.grad) < NETWORKS[network]
     for name, param in low.experts.named_parameters():
         reference = exact.experts.get_parameter(name)
         assert rms_ratio(param.grad, reference.grad) < NETWORKS[network], name
@@ -77,6 +93,53 @@ def test_error_and_gradients(network, factor, way, backend):
     if network == "ffn":
         bias = low.experts.fc2_bias.grad
         assert_close("fc2_bias", bias, exact.experts.fc2_bias.grad, torch.float32)
+
+
+# placement, options of the exchange and of the layer
+RANKS = [
+    ("replicated", {}, {}),
+    ("replicated", {"overlap_degree": 2}, {}),
+    ("replicated", {"overlap_degree": 2}, {"activation_memory": "lean", "capacity_factor": 2.0}),
+    ("replicated", {}, {"activation_memory": "minimal"}),
+    ("replicated", {"balance_ranks": True, "balance_min_rows": 1}, {}),
+    ("sliced", {"r": 1}, {"activation_memory": "minimal"}),
+    ("sliced", {"r": 2}, {"expert_network": "swiglu"}),
+    ("sliced", {"r": 0}, {}),
+]
+
+
+def every_path_multiplies_in_fp8():
+    for placement, exchange, options in RANKS:
+        experts = 1 if placement == "sliced" else E
+        given = {
+            "groups": build_groups(experts, placement=placement),
+            "exchange": ExchangeConfig(**exchange),
+            **{"top_k": 1, "capacity_factor": 0.0, "seed": 1, "expert_network": "ffn", **options},
+        }
+        low = MoELayer(M, experts, F, expert_compute="fp8", **given)
+        exact = MoELayer(M, experts, F, **given).double()
+        exact.load_state_dict(low.state_dict())
+        x = torch.randn(32, M, generator=torch.Generator().manual_seed(dist.get_rank()))
+        got, want = run(low, x, x), run(exact, x.double(), x.double())
+        for name, value in got.items():
+            error = rms_ratio(value, want[name])
+            least = 0.02 if name == "y" else 0.0
+            assert least <= error < 0.08, (placement, exchange, options, name, error)
+
+
+def test_on_ranks():
+    run_ranks(every_path_multiplies_in_fp8, 2)
+
+
+def test_updated_experts_multiply_in_fp8():
+    """Experts with low-rank updates, in training and in evaluation."""
+    low, exact = layers("swiglu", capacity_factor=0.0)
+    model = torch.nn.Sequential(low)
+    add_lora(model, rank=2)
+    x = torch.randn(16, M)
+    want = exact(x.double())
+    for got in (model(x), model.eval()(x)):
+        assert 0.02 < rms_ratio(got, want) <= NETWORKS["swiglu"]
 
 
 def test_one_line_says_that_it_is_emulated(caplog):
@@ -120,7 +183,7 @@ def test_a_layer_is_refused_where_its_weights_are_on_a_gpu_without_fp8(monkeypat
 def test_refusals():
     for options, message in (
         ({"expert_compute": "fp4"}, "fp4"),
-        ({"expert_compute": "fp8", "hidden_dim": 24}, "multiples of 16, not model_dim=64 and 24"),
+        ({"expert_compute": "fp8", "hidden_dim": 24}, "multiples of 16, not model_dim=32 and 24"),
         ({"expert_compute": "fp8", "expert_storage": "int8"}, "expert_storage='int8' has its own"),
         ({"expert_compute": "fp8", "expert_fn": lambda: torch.nn.Linear(M, M)}, "expert_compute"),
     ):

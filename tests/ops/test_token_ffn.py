@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from helpers import naive
-from helpers.assertions import assert_close
+from helpers.assertions import assert_close, rms_ratio
 from helpers.dispatched import spied
 from helpers.layers import run
 
@@ -52,6 +52,20 @@ def test_equals_the_experts_of_written_rows(way, gated, dtype, backend):
     assert_close("out", got[:used], want, dtype)
     for name, value, reference in zip(("x", "w1", "b1", "w2", "b2"), given, exact, strict=True):
         assert_close(name, value.grad, reference.grad, dtype)
+
+
+@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
+def test_multiplies_in_fp8_as_the_experts_of_written_rows(way, backend):
+    (x, *params), maps, offsets = routed(True, "cpu", torch.float32)
+    rows, used, outs = naive.dispatch(x, *maps), int(offsets[-1]), []
+    backend(way)
+    for fp8 in (True, False):
+        options = ops.FFNOptions("swiglu", (0.0, 0.0), fp8=fp8)
+        outs.append(ops.token_ffn(x, *maps, *params, offsets=offsets, options=options)[:used])
+    backend("torch")
+    want = ops.expert_ffn(rows, *params, activation="swiglu", offsets=offsets, fp8=True)[:used]
+    # one number may be rounded the other way
+    assert rms_ratio(outs[0], want) < 0.01 < 0.02 < rms_ratio(outs[1], want)
 
 
 @pytest.mark.interpreted

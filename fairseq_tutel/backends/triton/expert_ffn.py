@@ -150,6 +150,8 @@ def linear(
 ) -> Tensor:
     """Return ``rows @ weight.T`` of each expert; with a ``source`` the rows are tokens."""
     if fp8:
+        if source is not None:  # products in fp8 cannot gather
+            rows = rows.index_select(0, source.pair_R.clamp(min=0) // source.top_k)
         return _fp8_product(rows, weight_eBA, offsets)
     return product(rows, weight_eBA.transpose(1, 2), offsets, source)
 
