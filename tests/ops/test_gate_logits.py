@@ -1,6 +1,7 @@
 """The gate's product: equal to a plain product, exact from halves, gradients, refusals."""
 
 import importlib
+import types
 
 import pytest
 import torch
@@ -124,13 +125,23 @@ def test_the_gradient_is_split_once_and_each_product_is_one(half, matrix_units, 
 
 
 @pytest.mark.interpreted
-def test_a_torch_without_wide_sums_of_halves_multiplies_in_fp32(matrix_units, monkeypatch):
-    """``torch.mm(..., out_dtype=)`` exists since torch 2.8."""
-    monkeypatch.setattr(matrix_units, "_MM_WIDENS", False)
-    monkeypatch.delattr(torch, "mm")
+@pytest.mark.parametrize("half", SPLIT_ERROR, ids=str)
+@pytest.mark.parametrize("case", ["torch before 2.8", "ROCm", "sums in fp16", "usual"])
+def test_where_torch_has_no_wide_sums_of_halves(case, half, matrix_units, monkeypatch):
+    """``torch.mm(..., out_dtype=)`` of torch 2.8; it raises on ROCm, and with fp16 sums."""
+    if case == "torch before 2.8":
+        monkeypatch.setattr(matrix_units, "_MM_WIDENS", False)
+    elif case == "ROCm":
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+    elif case == "sums in fp16":
+        options = types.SimpleNamespace(allow_fp16_accumulation=True)
+        monkeypatch.setattr(torch.backends.cuda, "matmul", options)
+    wide = spied(monkeypatch, torch, "mm")
     with FakeTensorMode():
-        half = torch.empty(3, 4, dtype=torch.float16, device="cuda")
-        assert matrix_units._product_fp32(half, half.t()).dtype == torch.float32
+        a = torch.empty(3, 4, dtype=half, device="cuda")
+        assert matrix_units._product_fp32(a, a.t()).dtype == torch.float32
+    works = case == "usual" or (case == "sums in fp16" and half == torch.bfloat16)
+    assert len(wide) == works
 
 
 @INTERPRETED

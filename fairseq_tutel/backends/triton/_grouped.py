@@ -212,10 +212,18 @@ def _grouped_mm_skips_unused(rows: Tensor) -> bool:
     return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] == 10
 
 
+def _torch_uses_tf32() -> bool:
+    """Return whether torch's products of fp32 use TF32 on a GPU."""
+    # since torch 2.9, where it has the last word and the older question may raise
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    return precision == "tf32"
+
+
 def _precision(dtype: torch.dtype) -> dict:
     """Allow TF32 if torch's own products may use it."""
-    may_round = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    tf32 = may_round and not torch.version.hip
+    tf32 = dtype == torch.float32 and not torch.version.hip and _torch_uses_tf32()
     return {
         "PRECISION": "tf32" if tf32 else "ieee",
         "UPCAST": INTERPRET and dtype == torch.bfloat16,

@@ -216,6 +216,13 @@ def _join(
 
 def _product_fp32(a: Tensor, b: Tensor) -> Tensor:
     """Multiply halves and return the fp32 sums without rounding."""
-    if a.is_cuda and _MM_WIDENS:
+    if a.is_cuda and _MM_WIDENS and not torch.version.hip and not _sums_in_fp16(a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()  # torch below 2.8 and CPUs have no such product
+    # torch below 2.8, ROCm (some versions) and CPUs have no such product
+    return a.float() @ b.float()
+
+
+def _sums_in_fp16(dtype: torch.dtype) -> bool:
+    """Return whether the user lets torch add up in fp16: then it refuses results in fp32."""
+    allowed = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return allowed and dtype == torch.float16

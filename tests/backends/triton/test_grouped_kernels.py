@@ -95,6 +95,39 @@ def test_rows_are_gathered_inside_of_a_product(way, dtype, device):
     assert_close("gradient", gradient, want, dtype)
 
 
+EVERYWHERE, MINE, CPU = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+@pytest.mark.skipif(not hasattr(MINE, "fp32_precision"), reason="a torch before 2.9")
+@pytest.mark.parametrize(
+    ("old", "new", "tf32"),
+    [
+        (None, [], False),
+        (None, [(EVERYWHERE, "tf32")], True),
+        (None, [(MINE, "tf32")], True),
+        (None, [(MINE, "ieee")], False),
+        (None, [(EVERYWHERE, "tf32"), (MINE, "ieee")], False),
+        (None, [(CPU, "bf16")], False),
+        ("high", [], True),
+        ("medium", [], True),
+        ("high", [(MINE, "ieee")], False),
+    ],
+)
+def test_tf32_if_torchs_own_products_use_it(old, new, tf32):
+    """An option of torch 2.9 makes torch's getters of the old ones raise."""
+    try:
+        if old is not None:
+            torch.set_float32_matmul_precision(old)
+        for owner, value in new:
+            owner.fp32_precision = value
+        assert kernels._precision(torch.float32)["PRECISION"] == ("tf32" if tf32 else "ieee")
+        assert kernels._precision(torch.float16)["PRECISION"] == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for owner in (EVERYWHERE, MINE, CPU):
+            owner.fp32_precision = "none"
+
+
 @pytest.mark.interpreted
 def test_which_implementations_compete(monkeypatch, device):
     """Hopper's: TMA for fp16 and few rows, grouped_mm for bf16, the kernel for all the rest."""
