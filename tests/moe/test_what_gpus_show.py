@@ -31,7 +31,7 @@ def make(device, experts=E, width=M, **options):
 
 @pytest.mark.parametrize("device", ANY_DEVICE)
 def test_twenty_steps_twice_are_the_same_bits(device, monkeypatch):
-    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")  # of products; kernels read it at import
+    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
 
     def trained():
         torch.manual_seed(3)

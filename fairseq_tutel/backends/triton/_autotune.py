@@ -2,9 +2,10 @@
 
 Autotuned kernels are keyed by model dimensions and by the dtype of their rows, never by token
 counts, which change from step to step. Only work of TUNE_ROWS rows and more is tuned; smaller work
-takes the first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps the choice.
+takes the first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps the choice,
+unless ``TRITON_CACHE_AUTOTUNING=0`` is set before the import.
 The order of sums is that of the tile, so equal tiles give equal bits; tuning again, with an empty
-cache, may choose others. ``FAIRSEQ_TUTEL_AUTOTUNE=0`` pins the first configuration of each list.
+cache, may choose others. ``FAIRSEQ_TUTEL_AUTOTUNE=0`` tunes nothing.
 The interpreter takes exactly one, with small tiles.
 """
 
@@ -71,14 +72,17 @@ def _pinned() -> bool:
     return os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0"
 
 
+def _keeps_times() -> bool:
+    """Return whether Triton's cache on disk keeps times; Triton's own default is not to."""
+    return "TRITON_CACHE_AUTOTUNING" not in os.environ or triton.knobs.autotuning.cache
+
+
 def _configs(
     blocks: tuple[str, ...], interpreted: tuple[int, ...], *free: tuple[int, ...]
 ) -> list[triton.Config]:
     """Return configurations with these blocks; ``free``: number of warps, then their sizes."""
     if INTERPRET:
         return [triton.Config(dict(zip(blocks, interpreted, strict=True)))]
-    if _pinned():
-        free = free[:1]
     return [
         triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps)
         for warps, *sizes in free
@@ -86,9 +90,9 @@ def _configs(
 
 
 def tuning(configs: list[triton.Config], prune: Callable) -> dict[str, object]:
-    """Return the options of ``triton.autotune`` but its key; results are kept on disk."""
+    """Return the options of ``triton.autotune`` but its key."""
     prune_by = {"early_config_prune": prune}
-    return {"configs": configs, "prune_configs_by": prune_by, "cache_results": True}
+    return {"configs": configs, "prune_configs_by": prune_by, "cache_results": _keeps_times()}
 
 
 def move_configs() -> list[triton.Config]:
@@ -158,7 +162,7 @@ def launch(
     tile = _tiles.get(key)
     if tile is not None:
         kernel.fn[grid](*args, **kw, **tile)
-    elif tuned:
+    elif tuned and not _pinned():
         kernel[grid](*args, **kw)
         _tiles[key] = kernel.best_config.all_kwargs()
     else:
@@ -185,12 +189,14 @@ def _kept_or_timed(key: Hashable, candidates: Sequence[Callable[[], object]]) ->
     """Return the index of the fastest candidate from Triton's cache on disk, or time them."""
     what = f"{_installed()} {torch.cuda.get_device_name()} {len(candidates)} {key}"
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(what.encode()).hexdigest())
-    path = cache.get_file(_FILE)
+    keeps = _keeps_times()
+    path = cache.get_file(_FILE) if keeps else None
     if path is not None:
         return json.loads(Path(path).read_text())["fastest"]
     times = [_milliseconds(candidate) for candidate in candidates]
     found = times.index(min(times))
-    cache.put(json.dumps({"fastest": found, "key": str(key)}), _FILE, binary=False)
+    if keeps:
+        cache.put(json.dumps({"fastest": found, "key": str(key)}), _FILE, binary=False)
     return found
 
 

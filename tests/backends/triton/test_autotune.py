@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import triton
 
@@ -37,14 +38,39 @@ def test_small_work_is_not_tuned():
     assert kernel.calls == [((3,), ("x",), {"M": 512, **configs[0].all_kwargs()})]
 
 
-def test_pinned_and_free_lists(monkeypatch):
-    monkeypatch.setattr(tiles, "INTERPRET", False)
-    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "1")
-    moves, acts = tiles.move_configs(), tiles.act_configs()
-    assert len(moves) > 1 and len(acts) > 1
+def test_nothing_is_tuned_where_tuning_is_off(monkeypatch):
+    """Also if the environment changes after the import; all work takes the first tile that fits."""
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
-    for pinned, free in ((tiles.move_configs(), moves), (tiles.act_configs(), acts)):
-        assert [config.kwargs for config in pinned] == [free[0].kwargs]
+    kernel = _Kernel([triton.Config({"BLOCK_M": size}) for size in (2048, 512, 64)])
+    for rows in (1, tiles.TUNE_ROWS):
+        tiles.launch(kernel, (3,), rows, torch.bfloat16, M=512)
+    assert [given["BLOCK_M"] for _, _, given in kernel.calls] == [512, 512]
+    assert tiles.fastest("key", True, [lambda: "first", lambda: "second"]) == "first"
+
+
+@pytest.mark.parametrize("kept", [None, "1", "0"])
+def test_times_are_kept_on_disk_unless_triton_is_told_not_to(kept, monkeypatch, tmp_path):
+    """TRITON_CACHE_AUTOTUNING=0 neither writes nor reads them: they may be those of a busy GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tiles, "_milliseconds", lambda candidate: timed.append(0) or len(timed))
+    timed = []
+
+    def times_in_a_process(kept):
+        monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
+        if kept is not None:
+            monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", kept)
+        monkeypatch.setattr(tiles, "_fastest", {})
+        tiles.fastest("key", True, [lambda: "first", lambda: "second"])
+        return len(timed)
+
+    keeps = kept != "0"
+    assert times_in_a_process(kept) == 2 and len(list(tmp_path.rglob("*.json"))) == keeps
+    assert tiles.tuning([], None)["cache_results"] == keeps
+    assert times_in_a_process("1") == (2 if keeps else 4)
+    assert times_in_a_process(kept) == (2 if keeps else 6)
 
 
 def test_the_fastest_implementation_is_kept(monkeypatch, tmp_path):
@@ -73,5 +99,3 @@ def test_the_fastest_implementation_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
     monkeypatch.setattr(tiles, "_fastest", {})
     assert tiles.fastest("a", True, candidates) == "fast" and len(timed) == 6
-    monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
-    assert tiles.fastest("a", True, candidates) == "slow"
