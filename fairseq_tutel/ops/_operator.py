@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
+from ._flops import count_flops
+
 
 class Operator:
     """The ``torch.library`` operator ``fairseq_tutel::NAME``, which changes no argument.
@@ -23,7 +25,14 @@ class Operator:
             uninitialised memory.
     """
 
-    def __init__(self, name: str, function: Callable, fake: Callable, schema: str | None):
+    def __init__(
+        self,
+        name: str,
+        function: Callable,
+        fake: Callable,
+        schema: str | None,
+        flops: Callable | None,
+    ):
         self._name = f"fairseq_tutel::{name}"
         self._function = function
         self._apply: Callable | None = None  # the function with its gradient
@@ -31,6 +40,8 @@ class Operator:
             self._name, function, mutates_args=(), schema=schema
         )
         self._definition.register_fake(fake)
+        if flops is not None:
+            count_flops(name, flops)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Register the gradient, with the arguments of torch's operators."""
@@ -120,14 +131,15 @@ is_plain_eager = _make_is_plain_eager()
 
 
 def operator(
-    name: str, fake: Callable, schema: str | None = None
+    name: str, fake: Callable, schema: str | None = None, flops: Callable | None = None
 ) -> Callable[[Callable], Operator]:
     """Return a decorator that makes a function an :class:`Operator`.
 
     ``fake`` takes the same arguments and returns results without values. ``schema`` is torch's
-    notation of the signature (default None: from the function's annotations).
+    notation of the signature (default None: from the function's annotations). ``flops`` takes the
+    output and the arguments, and returns the FLOPs of the products (default None: no products).
     """
-    return lambda function: Operator(name, function, fake, schema)
+    return lambda function: Operator(name, function, fake, schema, flops)
 
 
 def save_inputs(ctx, inputs, output) -> None:

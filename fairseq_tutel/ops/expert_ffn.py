@@ -4,7 +4,6 @@ The functions for chunks are not registered with torch: the overlap of exchange 
 them in its own autograd function. Weight gradients are computed once, over all chunks.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +87,23 @@ def split_network(w1, b1, w2, b2, offsets, seed, activation, p1, p2):
     return (w1, b1, w2, b2), given
 
 
+def ffn_flops(rows: int, params: Sequence[Any], firsts: int = 1, seconds: int = 1) -> int:
+    """Return the FLOPs of products of rows with fc1's weights, and of those with fc2's.
+
+    All rows of a buffer count, as in torch's own formulas: only the device knows how many are used.
+    """
+    fc1_weight, _, fc2_weight, *_ = params
+    products = firsts * fc1_weight.shape[1:].numel() + seconds * fc2_weight.shape[1:].numel()
+    return 2 * rows * products
+
+
+def ffn_bwd_flops(
+    rows: int, params: Sequence[Any], needs_rows: bool, needs_params: bool, again: bool = False
+) -> int:
+    """Return :func:`ffn_flops` of a backward pass, which may apply fc1 ``again``."""
+    return ffn_flops(rows, params, again + needs_rows + needs_params, 1 + needs_params)
+
+
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Return whether autograd will ask for the gradient of any of the tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -97,6 +113,10 @@ def fake_params_bwd(params: Sequence[Any], needed: bool) -> tuple[Tensor, ...]:
     """Fake the gradients of the network's parameters; (0,) for a bias that is None."""
     some = [params[0].new_empty(0) if param is None else param for param in params]
     return empty_gradients(some, 4 * [needed])
+
+
+def _num_rows(rows: Tensor) -> int:
+    return rows.shape[:-1].numel()
 
 
 def network_bwd_operator(name: str, *leading: str) -> Operator:
@@ -110,11 +130,15 @@ def network_bwd_operator(name: str, *leading: str) -> Operator:
         d_first = empty_gradients([arguments[1]], [needed])
         return *d_first, *fake_params_bwd(network[:4], needs_params)
 
+    def flops(_, *arguments):
+        return ffn_bwd_flops(_num_rows(arguments[0]), arguments[count:], *arguments[-2:])
+
     @operator(
         name,
         fake,
         f"({tensors}, {NETWORK}, bool {needs_first}, bool needs_params) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        flops,
     )
     def gradients(*arguments):
         *network, needed, needs_params = arguments[count:]
@@ -137,12 +161,16 @@ def network_operator(name: str, bwd: Operator, fake_out: Callable, *leading: str
 
     def fake(*arguments):
         out, w1, w2 = fake_out(*arguments[:count]), arguments[count], arguments[count + 2]
-        kept = math.prod(out.shape[:-1]) if arguments[-1] else 0
+        kept = _num_rows(out) if arguments[-1] else 0
         return out, out.new_empty((kept, w1.shape[1])), out.new_empty((kept, w2.shape[2]))
 
-    tensors = ", ".join(f"Tensor {each}" for each in leading)
+    def flops(outputs, *arguments):
+        return ffn_flops(_num_rows(outputs[0]), arguments[count:])
 
-    @operator(name, fake, f"({tensors}, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)")
+    tensors = ", ".join(f"Tensor {each}" for each in leading)
+    schema = f"({tensors}, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)"
+
+    @operator(name, fake, schema, flops)
     def forward(*arguments):
         if precision:
             check_fp8(arguments[0].device)

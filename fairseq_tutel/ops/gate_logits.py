@@ -22,13 +22,23 @@ def _fake_logits(x, weight):
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-@operator("gate_logits", _fake_logits)
+def _flops(_, x, weight):
+    return 2 * x.numel() * weight.shape[0]
+
+
+def _flops_bwd(_, d_logits, x, weight, needs_x, needs_weight):
+    return (needs_x + needs_weight) * _flops(_, x, weight)
+
+
+@operator("gate_logits", _fake_logits, flops=_flops)
 def _gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     return _implementation("gate_logits_fwd", x)(x, weight)
 
 
 @operator(
-    "gate_logits_bwd", lambda d_logits, x, weight, *needs: empty_gradients((x, weight), needs)
+    "gate_logits_bwd",
+    lambda d_logits, x, weight, *needs: empty_gradients((x, weight), needs),
+    flops=_flops_bwd,
 )
 def _gate_logits_bwd(
     d_logits: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool

@@ -25,6 +25,8 @@ from .expert_ffn import (
     FFNOptions,
     check_ffn,
     fake_params_bwd,
+    ffn_bwd_flops,
+    ffn_flops,
     needs_gradient,
     split_network,
 )
@@ -88,6 +90,10 @@ def _fake(x, weight, dest_row, src_pair, expert, w1, b1, w2, *arguments):
     return y, hidden, x.new_empty(scales, dtype=torch.float32)
 
 
+def _flops(_, x, weight, dest_row, src_pair, expert, *params):
+    return ffn_flops(src_pair.shape[0], params)
+
+
 _ROUTED = "Tensor x, Tensor topk_weight, Tensor dest_row, Tensor src_pair"
 
 
@@ -96,6 +102,7 @@ _ROUTED = "Tensor x, Tensor topk_weight, Tensor dest_row, Tensor src_pair"
     _fake,
     f"({_ROUTED}, Tensor expert, {NETWORK}, bool fp8, bool late_bias, str storage) "
     "-> (Tensor, Tensor, Tensor)",
+    _flops,
 )
 def _lean_ffn(x, topk_weight, dest_row, src_pair, expert, *arguments):
     *network, fp8, late_bias, storage = arguments
@@ -127,11 +134,17 @@ def _fake_bwd(dy, x, weight, dest_row, src_pair, hidden, scale, *arguments):
     return *gradients, *fake_params_bwd(network[:4], needs_params)
 
 
+def _flops_bwd(_, dy, x, weight, dest_row, src_pair, hidden, scale, *arguments):
+    rows, kept = src_pair.shape[0], hidden.shape[0]
+    return ffn_bwd_flops(rows, arguments, *arguments[-2:], again=kept < rows)
+
+
 @operator(
     "lean_ffn_bwd",
     _fake_bwd,
     f"(Tensor dy, {_ROUTED}, Tensor hidden, Tensor scale, {NETWORK}, bool fp8, bool needs_x, "
     "bool needs_params) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _flops_bwd,
 )
 def _lean_ffn_bwd(dy, x, topk_weight, dest_row, src_pair, hidden, scale, *arguments):
     *network, fp8, needs_x, needs_params = arguments

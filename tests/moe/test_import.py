@@ -19,6 +19,13 @@ new = set(sys.modules) - before
 rooms = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
 assert rooms == {"fairseq_tutel"}, sorted(new)
 assert not hasattr(fairseq_tutel, "MoELayers")
+layer, x = MoELayer(16, 4, 32), torch.randn(8, 16)
+layer(x)
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    layer(x)
+assert counter.get_total_flops() > 4 * 8 * 16 * 32
 """
 
 
