@@ -24,8 +24,9 @@ import torch.distributed as dist
 from ..placement.groups import ExpertParallelGroups
 from ..world import gather_integers, once_per_world
 
-_NUMBERS = 2**19  # of a message that is timed, as many as the weights of a small expert
-_ROWS, _WIDTH = 256, 512  # of a product that is timed
+# rows and width of a product that is timed, and numbers of a message: those of a small expert, and
+# on a GPU so many that its latency hardly counts
+_SIZES, _SIZES_ON_GPU = (256, 512, 2**19), (8192, 4096, 2**25)
 _REPETITIONS = 5
 
 
@@ -72,43 +73,50 @@ def measured_break_even(
 def _flops_per_byte(groups, dtype, device):
     """Measure how many FLOP this machine computes while a byte travels, the most of any rank."""
     # not inference tensors, which a stream of another mode cannot fill
-    rows = torch.ones(_ROWS, _WIDTH, dtype=dtype, device=device)
-    weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
+    num_rows, width, numbers = _SIZES_ON_GPU if device.type == "cuda" else _SIZES
+    rows = torch.ones(num_rows, width, dtype=dtype, device=device)
+    weight = torch.ones(width, width, dtype=dtype, device=device)
     product = _fastest(lambda: rows @ weight, device)
-    sent = torch.ones(_NUMBERS, dtype=dtype, device=device)
+    sent = torch.ones(numbers, dtype=dtype, device=device)
     received = torch.empty_like(sent)
     # half of the ranks send to the other half, as busy ranks do to their helpers
-    to_P, from_P = _neighbour_splits(groups)
+    to_P, from_P = _neighbour_splits(groups, numbers)
     exchange = _fastest(
         lambda: dist.all_to_all_single(
             received[: sum(from_P)], sent[: sum(to_P)], from_P, to_P, group=groups.ep_group
         ),
         device,
     )
-    flops = 2 * _ROWS * _WIDTH**2 / product
-    bytes_per_second = _NUMBERS * dtype.itemsize / exchange
+    flops = 2 * num_rows * width**2 / product
+    bytes_per_second = numbers * dtype.itemsize / exchange
     mine = round(1000 * flops / bytes_per_second)
     return max(ratio for (ratio,) in gather_integers([mine], groups.ep_group)) / 1000
 
 
-def _neighbour_splits(groups):
+def _neighbour_splits(groups, numbers):
     """Return the numbers to and from each rank if each rank 2i sends to rank 2i + 1."""
     to_P, from_P = [0] * groups.ep_size, [0] * groups.ep_size
     partner = groups.ep_rank ^ 1
     if partner < groups.ep_size:
-        (from_P if groups.ep_rank % 2 else to_P)[partner] = _NUMBERS
+        (from_P if groups.ep_rank % 2 else to_P)[partner] = numbers
     return to_P, from_P
 
 
 def _fastest(work, device):
     """Return the seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(_REPETITIONS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    return min(_seconds(work, device) for _ in range(_REPETITIONS))
+
+
+def _seconds(work, device):
+    if device.type != "cuda":
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+        return time.perf_counter() - start
+    stream = torch.cuda.current_stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream.synchronize()
+    begin.record(stream)
+    work()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
