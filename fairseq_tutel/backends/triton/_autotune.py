@@ -160,14 +160,17 @@ def launch(
     tuned = rows >= TUNE_ROWS and len(kernel.configs) > 1
     key = (kernel, dtype, tuned, *[kw[name] for name in kernel.keys])
     tile = _tiles.get(key)
-    if tile is not None:
-        kernel.fn[grid](*args, **kw, **tile)
-    elif tuned and not _pinned():
-        kernel[grid](*args, **kw)
-        _tiles[key] = kernel.best_config.all_kwargs()
-    else:
-        tile = _tiles[key] = prune_wide_tiles(kernel.configs, kw)[0].all_kwargs()
-        kernel.fn[grid](*args, **kw, **tile)
+    if tile is None:
+        tunes = tuned and not _pinned()
+        later = tunes and torch.cuda.is_current_stream_capturing()  # no timing in a graph
+        if tunes and not later:
+            kernel[grid](*args, **kw)
+            _tiles[key] = kernel.best_config.all_kwargs()
+            return
+        tile = prune_wide_tiles(kernel.configs, kw)[0].all_kwargs()
+        if not later:
+            _tiles[key] = tile
+    kernel.fn[grid](*args, **kw, **tile)
 
 
 def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) -> T:

@@ -9,6 +9,13 @@ import triton
 from fairseq_tutel.backends.triton import _autotune as tiles
 
 
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """What torch says of a GPU, also without one."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
 class _Kernel:
     """Records how it is launched, tuned or not."""
 
@@ -38,6 +45,19 @@ def test_small_work_is_not_tuned():
     assert kernel.calls == [((3,), ("x",), {"M": 512, **configs[0].all_kwargs()})]
 
 
+def test_nothing_is_tuned_in_a_graph(monkeypatch):
+    """Nothing can be timed while one is captured; the next launch outside of it is tuned."""
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    kernel = _Kernel([triton.Config({"BLOCK_M": size}) for size in (2048, 512, 64)])
+    for _ in range(2):
+        tiles.launch(kernel, (3,), tiles.TUNE_ROWS, torch.bfloat16, M=512)
+    assert [given["BLOCK_M"] for _, _, given in kernel.calls] == [512, 512]
+    capturing[0] = False
+    tiles.launch(kernel, (3,), tiles.TUNE_ROWS, torch.bfloat16, M=512)
+    assert kernel.calls[-1][2] == {"M": 512}
+
+
 def test_nothing_is_tuned_where_tuning_is_off(monkeypatch):
     """Also if the environment changes after the import; all work takes the first tile that fits."""
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
@@ -53,8 +73,6 @@ def test_times_are_kept_on_disk_unless_triton_is_told_not_to(kept, monkeypatch, 
     """TRITON_CACHE_AUTOTUNING=0 neither writes nor reads them: they may be those of a busy GPU."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "1")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tiles, "_milliseconds", lambda candidate: timed.append(0) or len(timed))
     timed = []
 
@@ -75,7 +93,6 @@ def test_times_are_kept_on_disk_unless_triton_is_told_not_to(kept, monkeypatch, 
 
 def test_the_fastest_implementation_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     timed = []
 
     def milliseconds(candidate):
