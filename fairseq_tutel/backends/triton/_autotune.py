@@ -9,6 +9,7 @@ cache, may choose others. ``FAIRSEQ_TUTEL_AUTOTUNE=0`` tunes nothing.
 The interpreter takes exactly one, with small tiles.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -164,9 +165,10 @@ def launch(
         tunes = tuned and not _pinned()
         later = tunes and torch.cuda.is_current_stream_capturing()  # no timing in a graph
         if tunes and not later:
-            kernel[grid](*args, **kw)
-            _tiles[key] = kernel.best_config.all_kwargs()
-            return
+            with contextlib.suppress(torch.OutOfMemoryError):  # the timing takes 256 MB
+                kernel[grid](*args, **kw)
+                _tiles[key] = kernel.best_config.all_kwargs()
+                return
         tile = prune_wide_tiles(kernel.configs, kw)[0].all_kwargs()
         if not later:
             _tiles[key] = tile
@@ -198,7 +200,7 @@ def _kept_or_timed(key: Hashable, candidates: Sequence[Callable[[], object]]) ->
         return json.loads(Path(path).read_text())["fastest"]
     times = [_milliseconds(candidate) for candidate in candidates]
     found = times.index(min(times))
-    if keeps:
+    if keeps and times[found] < math.inf:
         cache.put(json.dumps({"fastest": found, "key": str(key)}), _FILE, binary=False)
     return found
 
@@ -215,5 +217,5 @@ def _milliseconds(candidate: Callable[[], object]) -> float:
         return triton.testing.do_bench(
             candidate, warmup=_WARMUP_MS, rep=_TIMED_MS, return_mode="median"
         )
-    except triton.runtime.errors.OutOfResources:
+    except (triton.runtime.errors.OutOfResources, torch.OutOfMemoryError):
         return math.inf

@@ -58,6 +58,25 @@ def test_nothing_is_tuned_in_a_graph(monkeypatch):
     assert kernel.calls[-1][2] == {"M": 512}
 
 
+def test_a_timing_that_finds_no_memory_ends_nothing(monkeypatch, tmp_path):
+    """Triton takes 256 MB to time. Work goes on with the first choice, which is not kept."""
+
+    def no_memory(*args, **given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel = _Kernel([triton.Config({"BLOCK_M": size}) for size in (2048, 512, 64)])
+    monkeypatch.setattr(_Kernel, "__getitem__", lambda self, grid: no_memory)
+    kernel.fn = {(3,): lambda **given: kernel.calls.append(given["BLOCK_M"])}
+    for _ in range(2):
+        tiles.launch(kernel, (3,), tiles.TUNE_ROWS, torch.bfloat16, M=512)
+    assert kernel.calls == [512, 512]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.testing, "do_bench", no_memory)
+    monkeypatch.setattr(tiles, "_fastest", {})
+    assert tiles.fastest("key", True, [lambda: "first", lambda: "second"]) == "first"
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_nothing_is_tuned_where_tuning_is_off(monkeypatch):
     """Also if the environment changes after the import; all work takes the first tile that fits."""
     monkeypatch.setenv("FAIRSEQ_TUTEL_AUTOTUNE", "0")
