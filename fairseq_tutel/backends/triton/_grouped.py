@@ -261,7 +261,8 @@ def rows_product(
         candidates += [partial(rows_product_tma, *given, tile) for tile in tma_tiles(few_rows)]
     if candidates:
         key = "rows", few_rows, source is None, rows_RA.dtype, weight_eAB.shape, weight_eAB.stride()
-        return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
+        with device_guard(rows_RA):
+            return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
     return _rows_product(rows_RA, weight_eAB, offsets, source)
 
 
@@ -330,7 +331,8 @@ def weight_gradient(
         candidates += [partial(weight_gradient_tma, *given, tile) for tile in tiles]
     if candidates:
         key = "gradient", few_rows, source is None, d_RA.dtype, e, A, B
-        return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
+        with device_guard(d_RA):
+            return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
     out_eAB = d_RA.new_empty((e, A, B))
 
     def grid(meta: dict) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
 """Products of ragged rows: kernels against a product per expert."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -161,6 +162,35 @@ def test_which_implementations_compete(monkeypatch, device):
     assert chosen(torch.float32, 8) == "every GPU"
     assert chosen(half, 8, width=12) == "every GPU"  # rows of 24 bytes
     assert chosen(brain, 8, start=1) == "every GPU"  # a view of a flat buffer
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_rows", [8])
+def test_candidates_are_timed_on_the_gpu_of_their_tensors_if_there_are_rows(num_rows, monkeypatch):
+    """Not on the current GPU; without rows there is nothing to time or to keep."""
+    guarded, timed = [], []
+
+    @contextlib.contextmanager
+    def guard(tensor):
+        guarded.append(tensor)
+        yield
+        guarded.pop()
+
+    def fastest(key, tune, candidates):
+        timed.append(bool(guarded))
+        return rows
+
+    monkeypatch.setattr(kernels, "has_tma", lambda device: True)
+    monkeypatch.setattr(kernels, "device_guard", guard)
+    monkeypatch.setattr(kernels, "fastest", fastest)
+    rows, weight = torch.randn(num_rows, 16).half(), torch.randn(2, 16, 8).half()
+    offsets = torch.tensor([0, num_rows], dtype=torch.int32)
+    assert kernels.rows_product(rows, weight, offsets).shape[0] == num_rows
+    gradient = kernels.weight_gradient(rows, rows, offsets)
+    if num_rows:
+        assert timed == [True, True]
+    else:
+        assert not timed and torch.equal(gradient, torch.zeros(2, 16, 16).half())
 
 
 @pytest.mark.interpreted
