@@ -1,6 +1,7 @@
 """Experts whose forward pass multiplies in fp8, emulated on a CPU."""
 
 import contextlib
+import importlib
 import logging
 
 import pytest
@@ -189,6 +190,18 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             MoELayer(M, E, **options)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("offsets", [None, torch.zeros(E, dtype=torch.int32)], ids=["padded", ""])
+def test_a_rank_without_rows_multiplies_nothing_on_a_gpu(offsets, monkeypatch):
+    """No kernel of torch is asked; whether it takes no rows is not known."""
+    kernels = importlib.import_module("fairseq_tutel.backends.triton.expert_ffn")
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", None, raising=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows = torch.empty((E, 0, M) if offsets is None else (0, M), device="cuda")
+        weight = torch.empty(E, F, M, device="cuda")
+        assert kernels.linear(rows, weight, offsets, fp8=True).shape == (*rows.shape[:-1], F)
 
 
 @pytest.mark.gpu

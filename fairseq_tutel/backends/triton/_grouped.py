@@ -321,6 +321,8 @@ def weight_gradient(
     rows_RB = checked("rows", rows_RB, (num_rows, B), (d_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
     source = checked_source(source, device)
+    if R == 0:
+        return d_RA.new_zeros((e, A, B))
     few_rows = R / max(e, 1) <= FEW_ROWS
     candidates: list[Callable[[], Tensor]] = []
     if source is None and _grouped_mm_is_fused(d_RA, rows_RB):

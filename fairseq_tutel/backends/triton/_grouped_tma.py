@@ -269,12 +269,10 @@ def _rows_and_source(
 def rows_product_tma(
     rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, source: Source | None, tile: TMATile
 ) -> Tensor:
-    """Compute ``_grouped.rows_product`` for :func:`describable` halves."""
+    """Compute ``_grouped.rows_product`` for :func:`describable` halves, one row or more."""
     e, A, B = weight_eAB.shape
     R = len(rows_RA) if source is None else len(source.pair_R)
     out_RB = rows_RA.new_empty((R, B))
-    if out_RB.numel() == 0:
-        return out_RB
     transposed = weight_eAB.stride(2) != 1
     stored = weight_eAB.transpose(1, 2) if transposed else weight_eAB
     block = (tile.block_c, tile.block_d) if transposed else (tile.block_d, tile.block_c)
@@ -299,10 +297,8 @@ def rows_product_tma(
 def weight_gradient_tma(
     d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None, tile: TMATile
 ) -> Tensor:
-    """Compute ``_grouped.weight_gradient`` for :func:`describable` halves."""
+    """Compute ``_grouped.weight_gradient`` for :func:`describable` halves, one row or more."""
     A, B, e = d_RA.shape[1], rows_RB.shape[1], offsets.shape[0]
-    if d_RA.shape[0] == 0:
-        return d_RA.new_zeros((e, A, B))
     out_eAB = d_RA.new_empty((e, A, B))
     with device_guard(d_RA):
         _weight_gradient_tma_kernel[(_programs(d_RA.device),)](

@@ -171,6 +171,8 @@ def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Te
     torch's kernel for groups multiplies on Hopper and Blackwell. In the interpreter, and before
     torch 2.10, the rounded values are multiplied in their own dtype.
     """
+    if rows.numel() == 0:
+        return rows.new_empty((*rows.shape[:-1], weight_eBA.shape[1]))
     if not (rows.is_cuda and hasattr(torch.nn.functional, "scaled_grouped_mm")):
         return product(rounded_rows(rows), rounded_rows(weight_eBA).transpose(1, 2), offsets)
     (a, scale_a), (b, scale_b) = quantize_rows(rows), quantize_rows(weight_eBA)

@@ -64,7 +64,6 @@ def test_kernels_with_tma_loads_equal_a_product_per_expert(ends, dtype, device):
     products = [partial(tma.rows_product_tma, source=None, tile=tile) for tile in {*few, *many}]
     gradients = [partial(tma.weight_gradient_tma, source=None, tile=tile) for tile in many]
     check(products, gradients, args, dtype)
-    assert not gradients[0](rows[:0], other[:0], offsets * 0).any()
 
 
 @pytest.mark.parametrize("way", ["every GPU", "TMA"])
@@ -165,7 +164,7 @@ def test_which_implementations_compete(monkeypatch, device):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("num_rows", [8])
+@pytest.mark.parametrize("num_rows", [8, 0])
 def test_candidates_are_timed_on_the_gpu_of_their_tensors_if_there_are_rows(num_rows, monkeypatch):
     """Not on the current GPU; without rows there is nothing to time or to keep."""
     guarded, timed = [], []
