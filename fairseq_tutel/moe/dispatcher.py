@@ -40,6 +40,8 @@ def dispatch_and_combine(
     exchange, parallelism = choice.exchange, choice.parallelism
     prepared = bias_EM = drop = None
     lean = keeps_less(experts)
+    if is_observed(experts) and not x_TM.is_meta and any(p.is_meta for p in experts.parameters()):
+        raise ValueError(f"the experts' weights are on the meta device: {ops.HOW_TO_OFFLOAD}")
     # wrappers of torch.compile and checkpointing forward these attributes to the bank
     if not parallelism.is_replicated and experts.can_be_gathered:
         prepared = experts.prepare(x_TM.dtype, parallelism)

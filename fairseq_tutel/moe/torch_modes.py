@@ -3,10 +3,11 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
@@ -54,6 +55,31 @@ def is_observed(module: nn.Module) -> bool:
     """
     everywhere = (getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS)
     return "forward" in vars(module) or any(hooks_of(module)) or any(everywhere)
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is torch's linear layer, and its weights say all that it computes."""
+    return type(module) is nn.Linear and not is_observed(module)
+
+
+def call_in(linear: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Call a linear layer, or what a tool put in its place, in a dtype.
+
+    The result is ``linear(x)`` for ``x`` and parameters in that dtype. Hooks, adapters and
+    parametrizations work as on any module.
+    """
+    x = x.to(dtype)
+    if is_plain_linear(linear):
+        bias = None if linear.bias is None else linear.bias.to(dtype)
+        return functional.linear(x, linear.weight.to(dtype), bias)
+    others = {
+        name: param.to(dtype)
+        for name, param in linear.named_parameters()
+        if param.is_floating_point() and param.dtype != dtype
+    }
+    if not others or autocast_dtype(x.device) is not None:
+        return linear(x)
+    return torch.func.functional_call(linear, others, (x,))
 
 
 def untraced(function: Callable) -> Callable:

@@ -8,6 +8,7 @@ Functions raise ValueError for wrong shapes, dtypes and options. Every function 
 """
 
 from ..backends.torch import finite_max, quantize_, source_of_rows
+from ._operator import HOW_TO_OFFLOAD
 from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .backend import backend_for, get_backend, set_backend
 from .dispatch import combine, combine_takes_bias, dispatch

@@ -10,6 +10,11 @@ from torch.overrides import has_torch_function
 
 from ._flops import count_flops
 
+HOW_TO_OFFLOAD = (
+    "accelerate's offload needs preload_module_classes=['MoELayer'] and "
+    "state_dict=dict(model.named_parameters())"
+)
+
 
 class Operator:
     """The ``torch.library`` operator ``fairseq_tutel::NAME``, which changes no argument.
@@ -77,8 +82,7 @@ class Operator:
             devices = ", ".join(str(tensor.device) for tensor in tensors)
             raise ValueError(
                 f"{self._name} got tensors on {devices}: give the meta ones values, as by "
-                "load_state_dict(..., assign=True) or to_empty(); accelerate's offload needs "
-                "preload_module_classes=['MoELayer'] and state_dict=dict(model.named_parameters())"
+                f"load_state_dict(..., assign=True) or to_empty(); {HOW_TO_OFFLOAD}"
             )
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise NotImplementedError(

@@ -1,10 +1,225 @@
-"""Tools that take a model apart by its modules or names: torch's, and accelerate's offload."""
+"""Tools that change, hook or take apart a model by its modules or names."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel.moe import MoELayer
+
+M, TOKENS = 16, 24
+# linear layer -> the layer's router; a module that holds it
+LINEAR = {
+    "shared_expert.fc1": "linear", "shared_expert.fc2": "linear", "shared_expert.gate": "linear",
+    "gate.wg": "linear", "gate.proj": "cosine",
+}  # fmt: skip
+
+
+def make(router="linear", **options):
+    """Return a layer whose output is continuous in its logits: all experts are chosen."""
+    options = {"shared_expert_dim": 12, "shared_expert_gate": True, "router": router, **options}
+    if router == "cosine":
+        options["router_options"] = {"bias": True}
+    torch.manual_seed(0)
+    return MoELayer(M, 2, 24, top_k=2, capacity_factor=0.0, seed=1, **options)
+
+
+def put(layer, path, module):
+    parent, _, leaf = path.rpartition(".")
+    setattr(layer.get_submodule(parent), leaf, module)
+
+
+class Adapted(nn.Module):
+    """What an adapter library puts in the place of a linear layer; without a weight of its own."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+# Each tool changes a linear layer of a MoELayer, and returns the weight that it then has in effect,
+# and the factor of its bias.
+
+
+def adapter(layer, path):
+    adapted = Adapted(layer.get_submodule(path))
+    put(layer, path, adapted)
+    return adapted.base.weight + adapted.b.weight @ adapted.a.weight, 1
+
+
+def forward_hook(layer, path):
+    linear = layer.get_submodule(path)
+    linear.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return 2 * linear.weight, 2
+
+
+def forward_pre_hook(layer, path):
+    linear = layer.get_submodule(path)
+    linear.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    return 2 * linear.weight, 1
+
+
+def parametrization(layer, path):
+    linear = layer.get_submodule(path)
+    parametrize.register_parametrization(linear, "weight", Double())
+    return linear.weight, 1
+
+
+def pruning(layer, path):
+    linear = layer.get_submodule(path)
+    prune.l1_unstructured(linear, "weight", 0.5)
+    return linear.weight, 1
+
+
+def compiled(layer, path):
+    linear = layer.get_submodule(path)
+    put(layer, path, torch.compile(linear, backend="eager"))
+    return linear.weight, 1
+
+
+TOOLS = [adapter, forward_hook, forward_pre_hook, parametrization, pruning, compiled]
+
+
+def outcome(layer, x):
+    """Return the output and the tokens' gradient."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("path", LINEAR)
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__)
+def test_a_changed_linear_layer_is_as_one_with_its_weights(tool, path):
+    layer, x = make(LINEAR[path]), torch.randn(TOKENS, M)
+    plain = copy.deepcopy(layer)
+    weight, factor = tool(layer, path)
+    with torch.no_grad():
+        linear = plain.get_submodule(path)
+        linear.weight.copy_(weight)
+        if linear.bias is not None:
+            linear.bias.mul_(factor)
+    torch.testing.assert_close(outcome(layer, x), outcome(plain, x), rtol=1e-4, atol=1e-5)
+    for name, param in layer.named_parameters():
+        assert param.grad is not None and param.grad.any(), name
+
+
+@pytest.mark.parametrize("path", LINEAR)
+@pytest.mark.parametrize("mode", ["autocast", "half layer", "half tokens"])
+def test_an_adapter_of_another_dtype(mode, path):
+    layer, x = make(LINEAR[path]), torch.randn(TOKENS, M)
+    adapter(layer, path)
+    want, d_x = outcome(layer, x)
+    if mode == "half layer":
+        layer.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        y, d = outcome(layer, x if mode == "autocast" else x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), want, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(d.float(), d_x, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("path", ["gate.wg", "gate.proj"])
+def test_logits_stay_exact_if_a_hook_looks_on(path):
+    layer = make(LINEAR[path]).bfloat16()
+    x = torch.randn(TOKENS, M).bfloat16()
+    want, seen = layer.gate.logits(x), []
+    layer.get_submodule(path).register_forward_hook(lambda *call: seen.append(call[2]))
+    torch.testing.assert_close(layer.gate.logits(x), want, rtol=1e-5, atol=1e-6)
+    assert want.dtype == seen[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("path", LINEAR)
+def test_backward_hooks_get_the_gradient_of_the_output(path):
+    layer, inputs, gradients = make(LINEAR[path]), [], []
+    linear = layer.get_submodule(path)
+    linear.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach()))
+    linear.register_full_backward_hook(lambda module, d_in, d_out: gradients.append(d_out[0]))
+    outcome(layer, torch.randn(TOKENS, M))
+    torch.testing.assert_close(gradients[0].t() @ inputs[0], linear.weight.grad)
+
+
+@pytest.mark.parametrize("path", LINEAR)
+def test_flops_of_a_linear_layer_are_counted(path):
+    layer = make(LINEAR[path])
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layer(torch.randn(TOKENS, M))
+    found = counter.get_flop_counts()[f"MoELayer.{path}"]
+    assert sum(found.values()) == 2 * TOKENS * layer.get_submodule(path).weight.numel()
+
+
+@pytest.mark.parametrize("router", ["linear", "cosine"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_dynamic_quantization_leaves_experts_and_quantizes_the_rest(router):
+    layer, x = make(router).eval().requires_grad_(False), torch.randn(TOKENS, M)
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
+    assert not any(isinstance(module, nn.Linear) for module in quantized.modules())
+    torch.testing.assert_close(quantized.experts.state_dict(), layer.experts.state_dict())
+    torch.testing.assert_close(quantized(x), layer(x), rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("memory", ["fast", "lean", "minimal"])
+@pytest.mark.parametrize("path", ["", "experts", "shared_expert"])
+def test_whole_parts_call_their_hooks(path, memory):
+    layer, x, seen = make(activation_memory=memory), torch.randn(TOKENS, M), []
+    want = outcome(layer, x)
+    part = layer.get_submodule(path)
+    part.register_forward_pre_hook(lambda *call: seen.append("pre"))
+    part.register_forward_hook(lambda *call: seen.append("forward"))
+    part.register_full_backward_hook(lambda *call: seen.append("backward"))
+    torch.testing.assert_close(outcome(layer, x), want)
+    assert seen == ["pre", "forward", "backward"]
+
+
+@pytest.mark.parametrize("path", ["experts", "gate", "shared_expert"])
+def test_whole_parts_can_be_compiled(path):
+    layer, x = make(), torch.randn(TOKENS, M)
+    want = outcome(layer, x)
+    put(layer, path, torch.compile(layer.get_submodule(path), backend="eager"))
+    torch.testing.assert_close(outcome(layer, x), want)
+
+
+def test_a_parametrization_of_stacked_experts_is_refused():
+    layer = make()
+    parametrize.register_parametrization(layer.experts, "fc1_weight", Double())
+    with pytest.raises(ValueError, match=r"experts.fc1_weight is no parameter.*training.add_lora"):
+        layer(torch.randn(TOKENS, M))
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("router", ["linear", "cosine"])
+def test_peft_trains_each_linear_layer_and_merges(router):
+    peft = pytest.importorskip("peft")
+    config = {"target_modules": "all-linear", "init_lora_weights": False}
+    model, x = nn.Sequential(nn.Linear(M, M), make(router)), torch.randn(TOKENS, M)
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+    want = outcome(adapted, x)
+    trained = {name: param for name, param in adapted.named_parameters() if param.requires_grad}
+    assert len(trained) == 2 * len(names) and all(p.grad.any() for p in trained.values())
+    merged = adapted.merge_and_unload().requires_grad_()
+    torch.testing.assert_close(outcome(merged, x), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.extras
+def test_peft_on_stacked_experts_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_parameters=["experts.fc1_weight"])
+    with pytest.raises(ValueError, match=r"experts.fc1_weight is no parameter.*training.add_lora"):
+        peft.get_peft_model(nn.Sequential(make()), config)(torch.randn(TOKENS, M))
 
 
 @pytest.fixture
@@ -27,16 +242,6 @@ def test_a_functional_call_takes_parameters_and_refuses_a_state_dict(model, x):
         torch.func.functional_call(model, model.state_dict(), (x,))
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
     torch.testing.assert_close(got, model(x))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_dynamic_quantization_leaves_experts_and_quantizes_the_rest(model, x):
-    want = model(x)
-    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-    assert not isinstance(quantized[0], nn.Linear) and not isinstance(
-        quantized[1].gate.wg, nn.Linear
-    )
-    torch.testing.assert_close(quantized(x), want, rtol=0.1, atol=0.02)
 
 
 @pytest.mark.extras

@@ -1,15 +1,32 @@
 """Feed-forward experts of fairseq's ``moe`` branch, and the shared expert of all tokens."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ... import ops
 from ...config import EXPERTS
+from ..torch_modes import call_in
 from .base import PreparedExperts
 from .int8 import INT8_MULTIPLE, Int8, expert_ffn_int8
 from .stacked import StackedExperts, ffn_layout
+
+# Names of activations -> the same in plain torch.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_accurate": partial(functional.gelu, approximate="tanh"),
+    "gelu_fast": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu_squared": lambda z: functional.relu(z).square(),
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "tanh": torch.tanh,
+    "linear": lambda z: z,
+}
 
 
 @EXPERTS.register("ffn")
@@ -178,19 +195,14 @@ class SharedExpert(nn.Module):
         return self.fc1.out_features
 
     def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
-        params = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        dropouts = self.dropouts if self.training else (0.0, 0.0)
-        y_TM = ops.expert_ffn(
-            x_TM[None],
-            *(param.to(x_TM.dtype)[None] for param in params),  # another dtype under autocast
-            activation=self.activation,
-            activation_dropout_p=dropouts[0],
-            dropout_p=dropouts[1],
-        )[0]
+        dtype, (after_activation, of_output) = x_TM.dtype, self.dropouts
+        hidden_TF = ACTIVATIONS[self.activation](call_in(self.fc1, x_TM, dtype))
+        hidden_TF = functional.dropout(hidden_TF, after_activation, self.training)
+        y_TM = call_in(self.fc2, hidden_TF, dtype)
+        y_TM = functional.dropout(y_TM, of_output, self.training)
         if self.gate is None:
             return y_TM
-        gate_T1 = nn.functional.linear(x_TM, self.gate.weight.to(x_TM.dtype))
-        return torch.sigmoid(gate_T1) * y_TM
+        return torch.sigmoid(call_in(self.gate, x_TM, dtype)) * y_TM
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

@@ -247,7 +247,8 @@ class StackedExperts(ExpertBank):
             if name not in self._parameters:
                 raise ValueError(
                     f"experts.{name} is no parameter any more, as after torch.nn.utils.prune or "
-                    "parametrizations: change the values of stacked experts in place instead"
+                    "parametrizations: change the values of stacked experts in place instead, or "
+                    "adapt them by fairseq_tutel.training.add_lora"
                 )
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:

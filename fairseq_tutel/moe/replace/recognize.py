@@ -1,7 +1,7 @@
 """Find the built-in network of experts that computes what a block does."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,18 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..experts.ffn import ACTIVATIONS
 from .probes import call_seeded, observe, same
 
-# Names that the built-in experts have for activations -> the same in plain torch.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_accurate": partial(functional.gelu, approximate="tanh"),
-    "relu": functional.relu,
-    "relu_squared": lambda z: functional.relu(z).square(),
-    "silu": functional.silu,
-    "tanh": torch.tanh,
-    "linear": lambda z: z,
-}
 GATED = {"swiglu": functional.silu, "geglu": functional.gelu}
 _LAYERS = {2: ("fc1", "fc2"), 3: ("fc_gate", "fc1", "fc2")}
 

@@ -1,6 +1,7 @@
 """Routers by name: ``--moe-router``, ``MoELayer(router=...)``; one file each, see base.py."""
 
 from ...config import ROUTERS, MoEConfig, Options, above, at_least, option
+from ..torch_modes import call_in
 from .base import Router, TopKRouter
 from .cosine import CosineRouter
 from .from_logits import jitter_tokens, route_logits
@@ -22,6 +23,7 @@ __all__ = [
     "TopKRouter",
     "above",
     "at_least",
+    "call_in",
     "jitter_tokens",
     "make_router",
     "option",

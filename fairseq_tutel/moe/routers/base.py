@@ -5,9 +5,11 @@ are its own), its options, and a name::
 
     from dataclasses import dataclass
 
+    import torch
     from torch import nn
 
-    from fairseq_tutel.moe.routers import Options, TopKRouter, above, option, register_router
+    from fairseq_tutel.config import above, option
+    from fairseq_tutel.moe.routers import Options, TopKRouter, call_in, register_router
 
     @register_router("mine")
     class MyRouter(TopKRouter):
@@ -22,8 +24,7 @@ are its own), its options, and a name::
             self.wg = nn.Linear(model_dim, config.num_outputs, bias=False)
 
         def logits(self, x_TM):
-            logits_TE = nn.functional.linear(x_TM.float(), self.wg.weight.float())
-            return self.options.scale * logits_TE
+            return self.options.scale * call_in(self.wg, x_TM, torch.float32)
 
 That is all: ``MoELayer(..., router="mine", router_options={"scale": 2.0})``, ``--moe-router mine
 --moe-mine-scale 2``, ``model.moe_mine_scale`` of a Hydra config, the planner and checkpoints have

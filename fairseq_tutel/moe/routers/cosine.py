@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...config import ROUTERS, MoEConfig, Options, at_least, option
+from ..torch_modes import call_in
 from .base import TopKRouter
 
 _MIN_TEMPERATURE = 0.01
@@ -42,10 +43,7 @@ class CosineRouter(TopKRouter):
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x_TM.dtype, torch.float32)
-        point_TA = x_TM.to(dtype) @ self.proj.weight.to(dtype).t()
-        if self.proj.bias is not None:
-            point_TA = point_TA + self.proj.bias.to(dtype)
-        point_TA = nn.functional.normalize(point_TA, dim=1)
+        point_TA = nn.functional.normalize(call_in(self.proj, x_TM, dtype), dim=1)
         dirs_EA = nn.functional.normalize(self.expert_dirs.to(dtype), dim=1)
         scale = self.log_scale.to(dtype).clamp(max=self.max_log_scale).exp()
         return (point_TA @ dirs_EA.t()) * scale

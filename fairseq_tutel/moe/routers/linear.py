@@ -8,7 +8,7 @@ from torch import nn
 
 from ... import ops
 from ...config import ROUTERS, MoEConfig
-from ..torch_modes import is_observed
+from ..torch_modes import call_in, is_observed, is_plain_linear
 from .base import TopKRouter
 
 
@@ -25,16 +25,22 @@ class LinearRouter(TopKRouter):
         self.wg = nn.Linear(model_dim, config.num_outputs, bias=False)
 
     def logits(self, x_TM: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.wg, nn.Linear):  # a tool replaced it, as quantize_dynamic does
-            return self.wg(x_TM).float()
-        if x_TM.dtype in (torch.float16, torch.bfloat16) and not self.config.gating_fp32:
-            return nn.functional.linear(x_TM, self.wg.weight.to(x_TM.dtype)).float()
+        wide = torch.promote_types(x_TM.dtype, torch.float32)
+        if x_TM.dtype != wide and not self.config.gating_fp32:
+            return call_in(self.wg, x_TM, x_TM.dtype).to(wide)
+        if not self._is_plain:
+            return call_in(self.wg, x_TM, wide)
         return ops.gate_logits(x_TM, self.wg.weight)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing hooks or replaces the linear layer, as peft and quantize_dynamic do."""
+        return is_plain_linear(self.wg) and self.wg.bias is None
 
     def logits_and_tokens(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         # neither a subclass nor an attribute of this router replaces the product
         own = getattr(self.logits, "__func__", None) is LinearRouter.logits
-        usual = own and isinstance(self.wg, nn.Linear)
+        usual = own and self._is_plain
         # a hook could keep the gradient that the gate's product adds to
         if not usual or not self.config.gating_fp32 or is_observed(self):
             return self.logits(x_TM), None
