@@ -9,7 +9,7 @@
 #   bash scripts/test.sh --fake-gpu            # layer, operators and ranks where torch finds a GPU
 #
 # Those beside other libraries are marked `extras` and have an environment of their own, .venv-extras
-# (transformers, timm, accelerate, lightning, deepspeed); elsewhere they are skipped. Three tests at a time
+# (transformers, timm, accelerate, lightning, peft, deepspeed); elsewhere they are skipped. Three tests at a time
 # (TEST_WORKERS=N: N), of which some only wait; with -n 0 they run in the pytest process itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

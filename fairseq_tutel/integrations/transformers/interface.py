@@ -31,7 +31,10 @@ def experts_forward(
     ``top_k_index`` is int64 [T, K], where a number of E or more is no expert; ``top_k_weights`` are
     [T, K]. Raise ValueError for a module with other parameters.
     """
-    params = dict(experts.named_parameters(recurse=False))  # without those of a norm
+    # without those of a norm; adapters of peft are parametrizations, and computed at each reading
+    names = [name for name, _ in experts.named_parameters(recurse=False)]
+    names += getattr(experts, "parametrizations", ())
+    params = {name: getattr(experts, name) for name in names}
     projections = Projections.of(type(experts).__name__, experts, params)
     num_experts, _, _ = projections.shape
     expert_TK = top_k_index.masked_fill(top_k_index >= num_experts, -1).to(torch.int32)

@@ -39,13 +39,12 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_logits_and_gradients_are_those_of_the_loop_over_experts(folder, calls):
-    model = tiny_models.make(folder)
+def check(model, calls, adapted=None):
+    """Assert that logits and gradients of the (adapted) model are those of the loop."""
     model.set_experts_implementation("eager")
-    want, want_grads = outcome(model)
+    want, want_grads = outcome(adapted or model)
     model.set_experts_implementation(interface.NAME)
-    got, grads = outcome(model)
+    got, grads = outcome(adapted or model)
     assert len(calls) > 0
     logits = models_page.LOGITS
     torch.testing.assert_close(got, want, rtol=logits, atol=logits)
@@ -54,6 +53,26 @@ def test_logits_and_gradients_are_those_of_the_loop_over_experts(folder, calls):
         scale = float(grad.abs().max())
         rtol = 1e-3 if grad.numel() > 1 else 1e-2  # terms of the gradient of one number cancel
         torch.testing.assert_close(grads[name], grad, rtol=rtol, atol=1e-4 * scale + 1e-7, msg=name)
+    return grads
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_logits_and_gradients_are_those_of_the_loop_over_experts(folder, calls):
+    check(tiny_models.make(folder), calls)
+
+
+@pytest.mark.parametrize("names", [["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]])
+@pytest.mark.parametrize("folder", ["mixtral", "gpt_oss"])
+def test_adapters_of_peft_on_the_experts(folder, names, calls):
+    peft = pytest.importorskip("peft")
+    model = tiny_models.make(folder)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], init_lora_weights=False,
+        target_parameters=[f"experts.{name}" for name in names],
+    )  # fmt: skip
+    grads = check(model, calls, peft.get_peft_model(model, config))
+    # two factors of each matrix, and of q_proj, in each layer
+    assert len(grads) == 2 * (1 + len(names)) * len(model.model.layers)
 
 
 def test_one_argument_of_from_pretrained(tmp_path, calls):
