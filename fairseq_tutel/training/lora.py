@@ -5,14 +5,17 @@ global numbers. So adapters that any number of ranks saved are loaded by any num
 """
 
 import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import take_slice
+from ..distributed import full_tensor, shard_like, take_slice
 from ..moe import MoELayer
 from ..moe.experts import LoRAExperts
 from ..moe.model import moe_layers, unwrap
@@ -21,6 +24,9 @@ from .state.full_state import gather_expert
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
+_OPTIONS = ("r", "lora_alpha")  # in the header of the weights' file, too
+
+logger = logging.getLogger(__name__)
 
 
 def add_lora(
@@ -81,7 +87,9 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     The folder has ``adapter_model.safetensors`` and ``adapter_config.json``, as the peft library
     writes them. A tensor is named ``base_model.model.LAYER.experts.3.fc1.lora_A.weight``, with the
-    expert's global number. Rank 0 writes; its CPU holds the updates of all experts.
+    expert's global number. The folder also has all other trained parameters, and the buffers, such
+    as load biases. Rank 0 writes; its CPU holds all that is saved. A process that is killed leaves
+    the adapter that was there, or the new one.
 
     >>> import tempfile
     >>> from fairseq_tutel.moe import MoELayer
@@ -97,13 +105,18 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     folder, found = Path(path), {}
     banks = _banks(model)
     for prefix, layer in _layers(model).items():
-        for single, value in _singles(banks[prefix]):
+        for single, param, value in _singles(banks[prefix]):
+            if not (_is_update(single) or param.requires_grad):
+                continue
             parts = gather_expert(value, f"experts.{single}", layer.groups)
             slot, rest = single.split(".", 1)
             local = layer.groups.num_local_experts
             for number, part in enumerate(parts or ()):
                 expert = number * local + int(slot)
                 found[_name(prefix, expert, rest)] = part.to("cpu", copy=True)
+    for name, value in _others(model).items():
+        if value.requires_grad or not isinstance(value, nn.Parameter):
+            found[_PREFIX + name] = full_tensor(value.detach()).to("cpu", copy=True)
     bank = next(iter(banks.values()))
     config = {
         "peft_type": "LORA",
@@ -112,16 +125,17 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
         "lora_alpha": bank.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({single.split(".")[1] for single, _ in _singles(bank)}),
+        "target_modules": sorted({single.split(".")[1] for single, *_ in _singles(bank)}),
         "base_model_name_or_path": None,
     }
 
     def write() -> None:
-        """Write both files; each replaces an older one at once."""
+        """Write both files. Renaming the weights is the commit: their header has rank and alpha."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(found, folder / f"{_WEIGHTS}.new", metadata={"format": "pt"})
+        header = {"format": "pt", **{key: json.dumps(config[key]) for key in _OPTIONS}}
+        save_file(found, folder / f"{_WEIGHTS}.new", metadata=header)
         text = json.dumps(config, indent=2) + "\n"
         (folder / f"{_CONFIG}.new").write_text(text, encoding="utf-8")
         for name in (_WEIGHTS, _CONFIG):
@@ -133,57 +147,89 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
 def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Load updates that :func:`save_lora` saved on any number of ranks; not collective.
 
-    A model without LoRA gets it, with the saved rank and alpha (:func:`add_lora`).
+    A model without LoRA gets it, with the saved rank and alpha (:func:`add_lora`). Parameters that
+    were trained beside the updates are loaded, and trained from then on.
 
     Args:
         path (str or Path): the folder.
         model (nn.Module): a model with as many experts, wrapped if it has LoRA.
+
+    Raises:
+        ValueError: the files are damaged, or of another model, rank or alpha.
     """
     from safetensors import safe_open
 
-    folder = Path(path)
-    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    rank, alpha = config["r"], config["lora_alpha"]
-    layers = _layers(model)
+    folder, layers = Path(path), _layers(model)
     has_lora = any(isinstance(layer.experts, LoRAExperts) for layer in layers.values())
-    banks = _banks(model) if has_lora else _make(model, rank, alpha)
-    for bank in banks.values():
-        if (rank, alpha) != (bank.rank, bank.alpha):
-            own = f"rank={bank.rank} and alpha={bank.alpha:g}"
-            raise ValueError(f"{path} has rank={rank} and alpha={alpha:g}, the model has {own}")
     with safe_open(folder / _WEIGHTS, "pt") as file:
-        values = _values(file, layers, banks, path)
-    for target, value in values:
-        target.copy_(value)
+        rank, alpha = _read_options(folder / _CONFIG, file.metadata() or {})
+        banks = _banks(model) if has_lora else _make(model, rank, alpha)
+        for bank in banks.values():
+            if (rank, alpha) != (bank.rank, bank.alpha):
+                own = f"rank={bank.rank} and alpha={bank.alpha:g}"
+                raise ValueError(f"{path} has rank={rank} and alpha={alpha}, the model has {own}")
+        values = _values(file, model, banks, path)
     if not has_lora:
         _put(model, banks)
+    for owner, target, value in values:
+        target.copy_(value)
+        if isinstance(owner, nn.Parameter):
+            owner.requires_grad_()
 
 
-def _values(file, layers, banks, path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return this rank's updates and their values in a file of safetensors."""
+def _read_options(path: Path, header: dict[str, str]) -> tuple[int, float]:
+    """Return rank and alpha from the header of the weights, or from an older ``path``."""
+    own = {key: json.loads(header[key]) for key in _OPTIONS if key in header}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        given = {key: config[key] for key in _OPTIONS}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        if not own:
+            raise ValueError(
+                f"{path} has no r and lora_alpha ({error!r}): save the adapter again"
+            ) from error
+        given = None
+    if own and given != own:
+        logger.warning("%s differs from the weights beside it: %s is used", path, own)
+    found = own or given or {}
+    return found["r"], found["lora_alpha"]
+
+
+def _values(file, model, banks, path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return the parameters and buffers that a file has, this rank's parts, and their values."""
     names, values, known = set(file.keys()), [], set()
-    for prefix, layer in layers.items():
+
+    def add(name: str, owner: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
+        if value.shape != target.shape:
+            shapes = f"{list(value.shape)}, the model's is {list(target.shape)}"
+            raise ValueError(f"{path}: {name} is {shapes}")
+        if target.dtype == torch.int8:
+            raise ValueError(f"{path}: {name} was trained, and the model holds it in int8")
+        values.append((owner, target, value))
+
+    for prefix, layer in _layers(model).items():
         groups = layer.groups
-        for single, target in _singles(banks[prefix]):
+        for single, param, target in _singles(banks[prefix]):
             slot, rest = single.split(".", 1)
             name = _name(prefix, groups.local_experts[int(slot)], rest)
-            if name not in names:
-                raise ValueError(f"{path} lacks {name}")
-            whole = file.get_tensor(name)
-            value = take_slice(whole, single, groups.slice_index, groups.num_slices)
-            if value.shape != target.shape:
-                raise ValueError(
-                    f"{path}: {name} is {list(value.shape)}, the model's is {list(target.shape)}"
-                )
-            values.append((target, value))
             known |= {_name(prefix, expert, rest) for expert in range(groups.num_experts)}
+            if name in names:
+                whole = file.get_tensor(name)
+                value = take_slice(whole, single, groups.slice_index, groups.num_slices)
+                add(name, param, target, value)
+            elif _is_update(single):
+                raise ValueError(f"{path} lacks {name}")
+    for own, target in _others(model).items():
+        if (name := _PREFIX + own) in names:
+            add(name, target, target.detach(), shard_like(file.get_tensor(name), target))
+            known.add(name)
     if names - known:
         raise ValueError(f"{path} has {min(names - known)}, which this model has not")
     return values
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
-    layers = moe_layers(unwrap(model))
+    layers = moe_layers(_inside(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no MoE layer: LoRA here is for their experts")
     return layers
@@ -221,15 +267,37 @@ def _banks(model: nn.Module) -> dict[str, LoRAExperts]:
     return banks
 
 
-def _singles(bank: LoRAExperts) -> list[tuple[str, torch.Tensor]]:
-    """Return the updates of single experts by name; views of the bank's parameters."""
-    names = bank.single_names()
-    return [
-        (single, part)
-        for name, param in bank.updates.items()
-        for single, part in zip(names[name], param.detach(), strict=True)
-    ]
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the model inside all wrappers, also that of peft."""
+    model = unwrap(model)
+    inside: Any = getattr(model, "get_base_model", None)
+    return inside() if inside and hasattr(model, "peft_config") else model
+
+
+def _singles(bank: LoRAExperts) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """Yield the tensors of single experts by name: the bank's parameter, and a view of it."""
+    for name, singles in bank.single_names().items():
+        param = getattr(bank, name)
+        for single, part in zip(singles, param.detach(), strict=True):
+            yield single, param, part
+
+
+def _others(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of state dicts, without those of experts, by name."""
+    model = _inside(model)
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}".lstrip(".")] = buffer
+    experts = tuple(f"{prefix}.experts.".lstrip(".") for prefix in moe_layers(model))
+    return {name: value for name, value in found.items() if not name.startswith(experts)}
+
+
+def _is_update(single: str) -> bool:
+    return single.endswith((".lora_A", ".lora_B"))
 
 
 def _name(prefix: str, expert: int, rest: str) -> str:
-    return f"{_PREFIX}{prefix}{'.' if prefix else ''}experts.{expert}.{rest}.weight"
+    end = ".weight" if _is_update(rest) else ""
+    return f"{_PREFIX}{prefix}{'.' if prefix else ''}experts.{expert}.{rest}{end}"

@@ -1,6 +1,8 @@
 """LoRA on experts: against explicit W + B A in a loop over tokens in fp64; ranks; files."""
 
+import contextlib
 import json
+import os
 
 import pytest
 import torch
@@ -287,28 +289,30 @@ def test_ranks_help_each_other():
 
 def trained(groups):
     """Return a layer after two updates of SGD, each rank with its share of the tokens."""
-    layer = make("swiglu", groups=groups).double()
-    layer.gate.requires_grad_(False)
+    layer = make("swiglu", groups=groups, load_bias="sign").double()
+    layer.gate.load_bias.copy_(torch.tensor([0.3, 0.0, -0.2, 0.1]))
     rank, world_size = process_world()
     x = torch.randn(TOKENS, M, generator=torch.Generator().manual_seed(5)).double()
     training.prepare_data_parallel(layer)
+    layer.gate.requires_grad_(False)
     optimizer = torch.optim.SGD(layer.experts.updates.values(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
         layer(x.chunk(world_size)[rank]).square().mean().backward()
         assert training.clip_grad_norm_(layer, 0.1) > 0.1
         optimizer.step()
+    layer.gate.requires_grad_()  # not frozen: it is saved, too
     return layer
 
 
 def untrained(groups=None):
-    layer = make("swiglu", groups=groups, lora=False).double()
-    layer.gate.requires_grad_(False)
+    layer = make("swiglu", groups=groups, lora=False, load_bias="sign").double()
+    torch.nn.init.zeros_(layer.gate.wg.weight)
     return layer
 
 
 def check_equal(layer, other):
-    torch.testing.assert_close(list(layer.parameters()), list(other.parameters()))
+    torch.testing.assert_close(layer.state_dict(), other.state_dict())
 
 
 def check_files(folder, placement):
@@ -329,8 +333,97 @@ def test_files_on_other_ranks(ranks, placement, tmp_path):
     check_equal(layer, fresh)
 
 
+class Moving(torch.nn.Module):
+    """A module whose buffers move in training; one is not part of state dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(M))
+        self.register_buffer("mask", torch.ones(M), persistent=False)
+
+    def forward(self, x):
+        return x - self.mean
+
+
+def model_with_lora(change=None, lora=True):
+    """Return a model of which everything but LoRA's frozen weights may have been trained."""
+    torch.manual_seed(2)
+    layer = make(lora=False, load_bias="sign")
+    model = torch.nn.Sequential(torch.nn.Linear(M, M), Moving(), layer, torch.nn.Linear(M, M))
+    model[3].weight = model[0].weight  # tied
+    if lora:
+        training.add_lora(model, RANK, ALPHA, freeze=change not in ("bias", "buffer"))
+        fill(layer)
+    with torch.no_grad():
+        if change == "bias":
+            model[0].bias += 1
+        if change == "tied":
+            model[3].weight.requires_grad_().add_(1)
+        if change == "load bias":
+            layer.gate.load_bias[0] = 9
+        if change == "buffer":
+            model[1].mean += 1
+        if change == "weights":
+            layer.experts.fc1_weight.requires_grad_().mul_(3)
+    return model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["into a plain model", "into one with LoRA"])
+@pytest.mark.parametrize("change", ["nothing", "bias", "tied", "load bias", "buffer", "weights"])
+def test_what_is_saved_gives_the_same_output(change, lora, tmp_path):
+    model, x = model_with_lora(change), torch.randn(TOKENS, M)
+    training.save_lora(tmp_path / "once", model)
+    loaded = model_with_lora(lora=lora)
+    training.load_lora(tmp_path / "once", loaded)
+    training.save_lora(tmp_path / "twice", loaded)
+    again = model_with_lora(lora=False)
+    training.load_lora(tmp_path / "twice", again)
+    want = model(x)
+    assert change == "nothing" or rms_ratio(model_with_lora()(x), want) > 1e-3
+    torch.testing.assert_close([loaded(x), again(x)], [want, want])
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_a_killed_process_leaves_the_old_or_the_new(renamed, tmp_path, monkeypatch):
+    old, new, x = make(), make(), torch.randn(TOKENS, M)
+    new.experts = LoRAExperts(make(lora=False).experts, RANK, 5 * ALPHA, seed=1)
+    fill(new)
+    training.save_lora(tmp_path, old)
+    replace, calls = os.replace, []
+
+    def until_killed(*names):
+        if len(calls) == renamed:
+            raise KeyboardInterrupt
+        calls.append(replace(*names))
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(os, "replace", until_killed)
+        training.save_lora(tmp_path, new)
+    loaded = make(lora=False)
+    training.load_lora(tmp_path, loaded)
+    torch.testing.assert_close(loaded(x), (new if renamed else old)(x))
+
+
+@pytest.mark.parametrize("text", ["{}", "[3]", "", '{"r": true, "lora_alpha": 6}', '{"r": 3}'])
+def test_damaged_options_are_named(text, tmp_path):
+    """Files of older versions have rank and alpha in adapter_config.json alone."""
+    from safetensors.torch import load_file, save_file
+
+    layer, x = make(), torch.randn(TOKENS, M)
+    training.save_lora(tmp_path, layer)
+    weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    save_file(load_file(weights), weights)
+    loaded = make(lora=False)
+    training.load_lora(tmp_path, loaded)
+    torch.testing.assert_close(loaded(x), layer(x))
+    config.write_text(text)
+    with pytest.raises(ValueError, match="adapter_config.json|rank=True"):
+        training.load_lora(tmp_path, make(lora=False))
+
+
 def test_names_and_errors(tmp_path):
     layer = make()
+    layer.gate.requires_grad_(False)
     training.save_lora(tmp_path, layer)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 6, ["fc1", "fc2"])
@@ -345,6 +438,9 @@ def test_names_and_errors(tmp_path):
         (lambda: training.add_lora(layer), "LoRA already"),
         (lambda: training.add_lora(torch.nn.Linear(2, 2)), "no MoE layer"),
         (lambda: training.add_lora(plain, rank=0), "rank=0"),
+        (lambda: training.add_lora(plain, rank=True), "rank=True"),
+        (lambda: training.add_lora(plain, alpha=float("inf")), "alpha=inf"),
+        (lambda: training.add_lora(plain, alpha="8"), "alpha='8'"),
         (lambda: training.add_lora(plain, storage="fp4"), "fp4"),
         (lambda: training.merge_lora(plain), "no LoRA"),
         (lambda: training.save_lora(tmp_path, plain), "no LoRA"),

@@ -53,9 +53,10 @@ class LoRAExperts(StackedExperts):
         seed: int | None = None,
     ):
         ExpertBank.__init__(self)
-        if not isinstance(rank, int) or rank < 1 or not alpha > 0:
+        whole = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
+        if not (whole and isinstance(alpha, int | float) and 0 < alpha < math.inf):
             raise ValueError(
-                f"rank={rank!r}, alpha={alpha!r}: give a whole number and a number > 0"
+                f"rank={rank!r}, alpha={alpha!r}: give a whole number and a finite number > 0"
             )
         if storage not in LORA_STORAGES:
             raise ValueError(f"storage={storage!r}: choose one of {', '.join(LORA_STORAGES)}")
