@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ... import training
+from ...moe.experts import LoRAExperts
 from ...moe.model import moe_layers
 from .restore import original_state_dict
 
@@ -33,8 +34,12 @@ class MoETrainer(Trainer):
         blocks (dict): result of :func:`replace_moe` (default None). With it ``save_model`` writes
             the names of transformers, which ``from_pretrained`` loads.
 
+    If the experts have LoRA, ``save_model`` also calls ``training.save_lora`` for the folder
+    ``experts`` (training/LORA.md).
+
     It refuses DeepSpeed, FSDP, ``nn.DataParallel``, ``load_best_model_at_end`` together with
-    ``save_only_model`` (ValueError), and a transformers with other private methods (ImportError).
+    ``save_only_model``, adapters that would not be trained or saved (ValueError), and a
+    transformers with other private methods (ImportError).
     """
 
     def __init__(
@@ -67,6 +72,20 @@ class MoETrainer(Trainer):
             raise ValueError(
                 "load_best_model_at_end needs whole checkpoints: save_only_model=False"
             )
+        for name, layer in moe_layers(self.model).items():
+            if isinstance(layer.experts, LoRAExperts):
+                if self.blocks is not None:
+                    raise ValueError(f"{name} has LoRA, which blocks= cannot hold: leave it out")
+                if not any(param.requires_grad for param in layer.experts.updates.values()):
+                    raise ValueError(
+                        f"{name} has frozen LoRA, as get_peft_model leaves it: call "
+                        "add_lora(model, freeze=False) after it"
+                    )
+            elif _has_peft(self.model) and layer.config.moves_load_bias:
+                raise ValueError(
+                    f"{name} has load_bias={layer.config.load_bias!r}, which peft does not save: "
+                    "give load_bias='none', or adapt the experts too (add_lora)"
+                )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss, in training with the load balancing losses."""
@@ -88,11 +107,14 @@ class MoETrainer(Trainer):
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Write the model with the experts of all ranks. All ranks call it."""
-        if self.blocks is None:
+        if self.blocks is None or _has_peft(self.model):  # peft takes its adapters alone
             state = training.full_state_dict(self.model)
         else:
             state = original_state_dict(self.model, self.blocks)
         self._save(output_dir, state)
+        layers = moe_layers(self.model).values()
+        if any(isinstance(layer.experts, LoRAExperts) for layer in layers):
+            training.save_lora(f"{output_dir or self.args.output_dir}/experts", self.model)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -142,6 +164,11 @@ class _Updates(TrainerCallback):
         if self.moves and not self.trainer.accelerator.optimizer_step_was_skipped:
             training.update_load_bias(self.trainer.model, self.trainer._passes)
         self.trainer._passes = None
+
+
+def _has_peft(model: nn.Module) -> bool:
+    """Return whether ``save_pretrained`` writes the adapters of peft alone."""
+    return bool(getattr(model, "peft_config", None))
 
 
 def _check_version() -> None:

@@ -6,7 +6,7 @@ Training on several ranks, clipping and resuming: tests/examples/test_hosts.py.
 import pytest
 import torch
 from helpers.assertions import assert_same_state
-from tiny_models import make, tokens
+from tiny_models import logits, make, tokens
 
 from fairseq_tutel import training
 from fairseq_tutel.integrations.transformers import replace_moe
@@ -85,6 +85,70 @@ def test_the_best_model_comes_from_the_set_of_all_ranks(tmp_path):
     training.load_checkpoint(f"{host.state.best_model_checkpoint}/run.pt", best)
     assert not host.state.best_model_checkpoint.endswith("-3")
     assert_same_state(model.state_dict(), best.state_dict())
+
+
+BLOCKS, FROZEN = "has LoRA, which blocks= cannot hold", "has frozen LoRA"
+# order of calls -> what is refused, without and with blocks=; None: saved. R: replace_moe,
+# P: get_peft_model, A: add_adapter, L: add_lora, l: add_lora(freeze=False)
+ORDERS = {
+    "RP": (None, None), "PR": (None, None), "RA": (None, None), "AR": (None, None),
+    "RL": (None, BLOCKS), "RLP": (FROZEN, BLOCKS), "RPL": (None, BLOCKS), "RPl": (None, BLOCKS),
+    "PRl": (None, BLOCKS), "RAl": (None, BLOCKS), "RlA": (FROZEN, BLOCKS),
+}  # fmt: skip
+
+
+def adapted(order, **moe):
+    """Return a model and its blocks after these calls."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model, blocks = make("mixtral").train(), None
+    for call in order:
+        if call == "R":
+            blocks = replace_moe(model, **moe)
+        elif call in "lL":
+            training.add_lora(model, 2, freeze=call == "L")
+        elif call == "A":
+            model.add_adapter(config)
+        else:
+            model = peft.get_peft_model(model, config)
+    return model, blocks
+
+
+def reloaded(order, folder):
+    """Return a model with what was saved for a model of this order, as the page says."""
+    model = make("mixtral")
+    replace_moe(model)
+    if "P" in order:
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(model, folder)
+    if "A" in order:
+        model.load_adapter(folder)
+    if "l" in order.lower():
+        training.load_lora(folder / "experts", model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("with_blocks", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_adapters_are_saved_or_refused_at_once(order, with_blocks, tmp_path):
+    model, blocks = adapted(order)
+    args = transformers.TrainingArguments(str(tmp_path), **{**OPTIONS, "save_steps": 1})
+    options = {"train_dataset": samples(), "blocks": blocks if with_blocks else None}
+    if refused := ORDERS[order][with_blocks]:
+        with pytest.raises(ValueError, match=refused):
+            trainer.MoETrainer(model, args, **options)
+        return
+    trainer.MoETrainer(model, args, **options).train()
+    want, folder = logits(model.eval()), tmp_path / f"checkpoint-{STEPS}"
+    torch.testing.assert_close(logits(reloaded(order, folder)), want, rtol=1e-4, atol=1e-4)
+    before = reloaded(order, tmp_path / "checkpoint-1")
+    assert (logits(before) - want).abs().max() > 1e-2
+
+
+def test_a_load_bias_that_peft_would_lose_is_refused(tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), **OPTIONS)
+    with pytest.raises(ValueError, match="load_bias='sign', which peft does not save"):
+        trainer.MoETrainer(adapted("RP", load_bias="sign")[0], args)
+    trainer.MoETrainer(adapted("RPl", load_bias="sign")[0], args)
 
 
 def test_another_version_is_named(monkeypatch, tmp_path):
