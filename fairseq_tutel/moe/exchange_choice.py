@@ -26,6 +26,9 @@ class ExchangeChoice(NamedTuple):
     parallelism: distributed.ExpertParallelism  # the placement for ``config.r``
     overlap_degree: int  # chunks in which rows travel; 1 if there is nothing to overlap with
 
+    def __deepcopy__(self, memo):
+        return self  # with its process groups
+
     @property
     def communicates(self) -> bool:
         """Whether there are other ranks to send rows to."""
@@ -100,6 +103,9 @@ class ExchangeChoices:
         self._groups, self._timed, self._skip = groups, timed, skip
         self._algorithms: dict[tuple, distributed.ExchangeAlgorithm] = {}
         self._choices: dict[ExchangeConfig, ExchangeChoice] = {}
+
+    def __deepcopy__(self, memo):
+        return self  # copies of a layer share its process groups
 
     def prepare(self, exchange: ExchangeConfig | str) -> ExchangeChoice:
         """Build an exchange for every possible r. Collective; ranks give the same exchange."""

@@ -60,7 +60,7 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
     for layer in layers:
         for module in layer.experts.modules():
             if isinstance(module, ExpertBank):
-                module.mark()  # a copied module has lost its marks
+                module.mark()  # to_empty() replaces parameters, without their marks
         # slices differ between ranks; what belongs to no slice (fc2's bias) is copied
         copied = [p for p in layer.experts.parameters() if copies_of(p, layer.groups) > 1]
         buffers = [] if layer.groups.num_slices > 1 else list(layer.experts.buffers())

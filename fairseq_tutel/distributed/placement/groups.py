@@ -71,6 +71,19 @@ class ExpertParallelGroups:
             )
         release_at_exit(self, "ep_group", "replica_group", "control_group")
 
+    def __deepcopy__(self, memo):
+        return self  # copies of a layer communicate through the same process groups
+
+    def __reduce_ex__(self, protocol):
+        """Refuse files of a whole model, which would hold one rank's experts."""
+        if self.ep_group or self.replica_group:
+            raise ValueError(
+                f"a model on {self.world_size} ranks cannot be pickled, as by torch.save(model): "
+                "use fairseq_tutel.training.save_checkpoint, or full_state_dict(model) for one "
+                "file with the experts of all ranks"
+            )
+        return super().__reduce_ex__(protocol)
+
     @property
     def num_local_experts(self) -> int:
         """e, experts whose weights live on this rank."""

@@ -83,6 +83,10 @@ class ExpertBank(nn.Module):
     hidden_slice: tuple[int, int] = (0, 1)  # (s, S): slice s of S of each expert's units is here
     memory: ops.ActivationMemory = ops.ActivationMemory()  # kept for the backward pass
 
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.mark()  # copied parameters have lost their marks
+
     def mark(self) -> None:
         """Mark the parameters as experts, with the number of ranks that have a copy of each."""
         for param in self.parameters():
