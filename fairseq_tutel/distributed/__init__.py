@@ -1,6 +1,7 @@
 """Communication between ranks."""
 
 from .agreement import (
+    PassState,
     StepAgreement,
     StepSettings,
     any_rank,

@@ -23,6 +23,28 @@ from .world import checksum, compare_settings, gather_integers
 
 
 @dataclass(frozen=True)
+class PassState:
+    """State of a layer that decides which collectives its pass makes, and in which order.
+
+    Attributes:
+        gradients_of: ``nothing``, ``experts`` or ``tokens`` (then also experts), which the backward
+            pass sends between ranks.
+        activation_memory: what the experts keep in this pass; hooks on one rank make it ``fast``.
+        checkpointing: whether a recomputation repeats the pass, without reentrant autograd.
+        experts: size and trained parameters, if weights travel; else empty.
+        balance_loss: whether the caller asks for the loss over the tokens of all ranks, and when.
+        skip_exchange: whether rows stay on their rank.
+    """
+
+    gradients_of: str = ""
+    activation_memory: str = ""
+    checkpointing: bool = False
+    experts: str = ""
+    balance_loss: str = ""
+    skip_exchange: bool = False
+
+
+@dataclass(frozen=True)
 class StepSettings:
     """Settings that must be equal on all ranks for the exchanges of a forward pass to match.
 
@@ -34,6 +56,7 @@ class StepSettings:
     model_dim: int
     mode: str  # "training" or "evaluation"
     dtype: torch.dtype
+    state: PassState = PassState()
 
     def differences(self, other: StepSettings) -> dict[str, tuple[Any, Any]]:
         """Return name -> (own value, the other's value) for the fields that differ."""

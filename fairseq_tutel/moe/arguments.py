@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..config import MoEConfig
-from ..distributed import ExpertParallelGroups, StepAgreement, StepSettings, build_groups
+from ..distributed import ExpertParallelGroups, PassState, StepAgreement, StepSettings, build_groups
 from .routers import Router
 
 
@@ -108,14 +108,17 @@ class CallConfigs:
         return after
 
 
-def check_agreement(step: StepAgreement, settings: Callable[[torch.dtype], StepSettings]) -> None:
+def check_agreement(
+    step: StepAgreement, settings: Callable[[torch.dtype, PassState], StepSettings]
+) -> None:
     """Raise ValueError for settings that the ranks did not compare: sizes would not fit.
 
-    The dtype may differ: the agreement may be older than the autocast that decides it.
+    The dtype may differ: the agreement may be older than the autocast that decides it. The state
+    may differ, because an agreement may hold for several layers.
     """
     if step.settings is None:
         return
-    wanted = settings(step.settings.dtype)
+    wanted = settings(step.settings.dtype, step.settings.state)
     for label, (value, agreed) in wanted.differences(step.settings).items():
         raise ValueError(
             f"this call's options make {label} {value}, but the ranks' agreement for this step has "

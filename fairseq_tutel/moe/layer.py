@@ -5,6 +5,7 @@ The letters of shapes are those of the glossary in ``fairseq_tutel/README.md``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from .exchange_choice import ExchangeChoice, ExchangeChoices
 from .experts import ExpertBank, SharedExpert, make_experts, own_experts, with_width
 from .given_choices import steer, top_k_of
 from .memory import StepMemory, memory_of_step
+from .pass_state import pass_state
 from .reports import MoEAux, RouterAux, make_aux
 from .routers import Router, jitter_tokens, make_router, route_logits
 from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .typed_options import RoutingOptions
-
-_sync_untraced = untraced(distributed.sync_step)  # a trace sees neither collectives nor hashes
 
 
 class MoELayer(nn.Module):
@@ -227,7 +227,8 @@ class MoELayer(nn.Module):
         steering = steer(choices, weights, config, x, bool(self.recorders))
         dropout = config.input_dropout if self.training else 0.0
         given_TM, x_TM = tokens_of(x, self.model_dim, dropout)
-        agreed = self._agree(config, choice, x_TM, step)
+        reports = ("later" if balance_later else "now") if return_aux else "not asked for"
+        agreed = self._agree(config, choice, x_TM, step, reports)
         call = self._router_call(config, choice, agreed, x, return_aux, steering)
         routing, router_aux = self._route(given_TM, x_TM, pad_mask, call, x.shape[:-1])
         y_TM, record = self._through_experts(x_TM, routing, call, choice, agreed, record)
@@ -243,7 +244,9 @@ class MoELayer(nn.Module):
         self, dtype: torch.dtype, *, top_k=None, capacity_factor=None, exchange=None, r=None
     ) -> distributed.StepSettings:
         """Return the settings that ranks must share in a call; ``dtype`` is that of the rows."""
-        return self._settings(*self._resolve(None, top_k, capacity_factor, exchange, r), dtype)
+        config, choice = self._resolve(None, top_k, capacity_factor, exchange, r)
+        state = pass_state(self.experts, choice, self.training)
+        return self._settings(config, choice, dtype, state)
 
     def memory_of_step(self, num_tokens: int, dtype: torch.dtype | None = None) -> StepMemory:
         """Estimate the memory of a training step through this layer on its device.
@@ -291,7 +294,7 @@ class MoELayer(nn.Module):
         choice.refuse_capacity(config)
         return config, choice
 
-    def _agree(self, config, choice, x_TM, step) -> distributed.StepAgreement:
+    def _agree(self, config, choice, x_TM, step, reports) -> distributed.StepAgreement:
         """Return what the ranks agreed on for this call; collective without a step."""
         if not (self._checked_wrapper or torch.compiler.is_compiling()):
             self._checked_wrapper = True
@@ -299,15 +302,22 @@ class MoELayer(nn.Module):
         if step is None:
             if not self.groups.needs_sync:
                 return distributed.StepAgreement(x_TM.shape[0])
-            settings = self._settings(config, choice, x_TM.dtype)
-            return _sync_untraced(x_TM.shape[0], settings, self.groups)
+            return self._sync(config, choice, x_TM, reports)
         if config is not self.config or choice.config not in (self.exchange_config, step.exchange):
-            arguments.check_agreement(step, lambda dtype: self._settings(config, choice, dtype))
+            arguments.check_agreement(step, functools.partial(self._settings, config, choice))
         return step
 
-    def _settings(self, config, choice, dtype) -> distributed.StepSettings:
+    @untraced  # a trace sees neither collectives nor hashes
+    def _sync(self, config, choice, x_TM, reports) -> distributed.StepAgreement:
+        over_ranks = config.balance_scope != "rank"
+        balance_loss = reports if over_ranks and self.training else ""
+        state = pass_state(self.experts, choice, self.training, x_TM, balance_loss)
+        settings = self._settings(config, choice, x_TM.dtype, state)
+        return distributed.sync_step(x_TM.shape[0], settings, self.groups)
+
+    def _settings(self, config, choice, dtype, state) -> distributed.StepSettings:
         mode = "training" if self.training else "evaluation"
-        return distributed.StepSettings(config, choice.config, self.model_dim, mode, dtype)
+        return distributed.StepSettings(config, choice.config, self.model_dim, mode, dtype, state)
 
     def _router_call(self, config, choice, agreed, x, return_aux, steering) -> RouterCall:
         unasked = self.compute_aux and (self.training or torch.is_grad_enabled())

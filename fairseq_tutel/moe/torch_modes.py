@@ -35,6 +35,15 @@ def outside_checkpoints() -> AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
+def checkpoints() -> bool:
+    """Return whether activation checkpointing will run this code again in the backward pass.
+
+    Not with ``use_reentrant=True``, which disables gradients instead. torch has no public form.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def in_backward() -> bool:
     """Return whether the backward pass runs this code, as in a recomputation.
 

@@ -1,11 +1,15 @@
 """Ranks that disagree raise an error at once; small agreements between all ranks."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from helpers.distributed import on_ranks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import (
@@ -20,6 +24,8 @@ from fairseq_tutel.distributed import (
     sync_step,
 )
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.ops import ActivationMemory
+from fairseq_tutel.training import add_lora, collect_aux
 
 W = 4
 # words of the message -> value by rank
@@ -67,7 +73,7 @@ def test_differences_are_named_with_ranks_and_values():
     assert layer(torch.randn(rank, 8)).shape == (rank, 8)  # the ranks are in step afterwards
 
 
-FOUR_CHUNKS = {"exchange": ExchangeConfig(overlap_degree=4)}
+FOUR_CHUNKS: dict[str, Any] = {"exchange": ExchangeConfig(overlap_degree=4)}
 # words of the message -> options of one call of each rank
 CALLS = {
     "top_k: 1 on ranks [0]; 2 on ranks [1]": ({"top_k": 1}, {}),
@@ -95,6 +101,8 @@ def test_options_of_one_call_and_settings_of_a_subclass_are_compared():
     assert torch.equal(layer(x, exchange="2dh"), layer(x))
     _disagree_on_a_new_setting()
     _two_stacks()
+    _disagree_in_what_a_pass_does()
+    _differ_where_ranks_may()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -155,6 +163,143 @@ def _two_stacks():
     other = dataclasses.replace(wide, model_dim=12 + 4 * rank)
     with pytest.raises(ValueError, match="model_dim of stack 2: 12 on ranks .0.; 16 on ranks .1."):
         sync_stacks([3, 3], [narrow, other], groups)
+
+
+BALANCED: dict[str, Any] = {"exchange": ExchangeConfig(balance_ranks=True, balance_min_rows=1)}
+LEAN: dict[str, Any] = {"activation_memory": "lean"}
+OVER_RANKS: dict[str, Any] = {"balance_scope": "global"}
+
+
+def _frozen(layer, x):
+    layer.experts.requires_grad_(False)
+    return layer(x)
+
+
+def _hooked(layer, x):
+    layer.experts.register_forward_hook(lambda *args: None)
+    return layer(x)
+
+
+def _counting_flops(layer, x):
+    with FlopCounterMode(display=False):
+        return layer(x)
+
+
+def _without_gradients(layer, x):
+    with torch.no_grad():
+        return layer(x)
+
+
+def _checkpointed(reentrant):
+    return lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
+
+
+def _with_lora(layer, x):
+    add_lora(layer, freeze=False)
+    return layer(x)
+
+
+def _collecting(layer, x):
+    with collect_aux(layer) as aux:
+        y = layer(x)
+    return y + aux.loss
+
+
+def _asking(layer, x):
+    y, aux = layer(x, return_aux=True)
+    return y + aux.loss
+
+
+def _in_autocast(layer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x)
+
+
+def _minimal(layer, x):
+    layer.experts.keep(ActivationMemory("minimal"))
+    return layer(x)
+
+
+def _in_part_evaluated(layer, x):
+    layer.experts.eval()
+    return layer(x)
+
+
+def _without_input_gradient(layer, x):
+    return layer(x.detach())
+
+
+# word of the message, options of the layer on both ranks, its call on rank 1
+STATES: list[tuple[str, dict[str, Any], Callable]] = [
+    ("gradients_of", {}, _without_gradients),
+    ("gradients_of", {}, _without_input_gradient),
+    ("gradients_of", LEAN, _without_gradients),
+    ("gradients_of", {}, _checkpointed(True)),
+    ("checkpointing", {}, _checkpointed(False)),
+    ("mode", {}, lambda layer, x: layer.eval()(x)),
+    ("dtype", {}, _in_autocast),
+    ("top_k", {}, lambda layer, x: layer(x, top_k=1)),
+    ("activation_memory", LEAN, _minimal),
+    ("activation_memory", {}, _minimal),
+    ("activation_memory", LEAN, _hooked),
+    ("activation_memory", LEAN, _counting_flops),
+    ("activation_memory", FOUR_CHUNKS, _hooked),
+    ("activation_memory", FOUR_CHUNKS, _counting_flops),
+    ("experts", BALANCED, _frozen),
+    ("experts", BALANCED, _with_lora),
+    ("experts", BALANCED, _in_part_evaluated),
+    ("experts", {"exchange": ExchangeConfig(r=0)}, _frozen),
+    ("experts", {"exchange": ExchangeConfig(r=0)}, _with_lora),
+    ("balance_loss", OVER_RANKS, _asking),
+    ("balance_loss", OVER_RANKS, _collecting),
+]
+
+
+def _disagree_in_what_a_pass_does():
+    """What one rank changes alone is refused on both, before anything moves."""
+    rank, _ = process_world()
+    for word, options, change in STATES:
+        layer = MoELayer(8, 4, 8, capacity_factor=0.0, seed=0, **options)
+        x = torch.randn(6, 8).requires_grad_()
+        with pytest.raises(ValueError, match=f"MoE ranks disagree on {word}: .*on ranks"):
+            change(layer, x) if rank else layer(x)
+    # no input has a gradient, and one rank's experts are frozen
+    layer = MoELayer(8, 4, 8, capacity_factor=0.0)
+    with pytest.raises(ValueError, match="gradients_of: experts on ranks .0.; nothing on ranks .1"):
+        _frozen(layer, torch.randn(6, 8)) if rank else layer(torch.randn(6, 8))
+    layer = MoELayer(8, 4, 8, capacity_factor=0.0, skip_exchange=rank == 1)
+    with pytest.raises(ValueError, match="skip_exchange"):
+        layer(torch.randn(6, 8))
+
+
+def _differ_where_ranks_may():
+    """What moves nothing may differ: gradients are those of equal ranks."""
+    rank, _ = process_world()
+
+    def evaluated(layer, x):
+        return _without_gradients(layer.eval(), x)
+
+    for options, change in (
+        ({}, _frozen),
+        ({}, _hooked),
+        ({}, _counting_flops),
+        ({}, lambda layer, x: layer(x, return_aux=True)[0]),
+        (LEAN, _frozen),
+        ({}, evaluated),
+        (BALANCED, evaluated),
+    ):
+        results = []
+        for call in (change if rank else lambda layer, x: layer(x), lambda layer, x: layer(x)):
+            torch.manual_seed(0)
+            layer = MoELayer(8, 4, 8, capacity_factor=0.0, seed=0, **options)
+            layer.train(change is not evaluated)
+            torch.manual_seed(rank)
+            x = torch.randn(40, 8).requires_grad_()
+            y = call(layer, x)
+            if change is not evaluated:
+                y.square().sum().backward()
+            results.append(y.detach() if change is evaluated else x.grad)
+        torch.testing.assert_close(*results)
 
 
 def _disagree_in_one_block():
