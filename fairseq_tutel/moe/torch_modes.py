@@ -38,9 +38,11 @@ def outside_checkpoints() -> AbstractContextManager:
 def checkpoints() -> bool:
     """Return whether activation checkpointing will run this code again in the backward pass.
 
-    Not with ``use_reentrant=True``, which disables gradients instead. torch has no public form.
+    False with ``use_reentrant=True``, which disables gradients instead, and if an old torch cannot
+    tell. torch has no public form.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
