@@ -33,7 +33,6 @@ from .placement.expert_params import (
     is_expert,
     mark_expert,
     max_over_replicas_,
-    refuse_plain_wrapper,
     sum_over_replicas_,
     sum_tensor_over_ranks_,
 )
@@ -58,6 +57,7 @@ from .placement.slices import (
     take_slice,
     whole_shape,
 )
+from .placement.wrappers import expect_reduction, note_reduction, refuse_plain_wrapper
 from .world import gather_integers, gather_texts, process_world, ranks_per_node, refuse_differences
 
 __all__ = [

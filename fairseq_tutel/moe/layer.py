@@ -130,7 +130,7 @@ class MoELayer(nn.Module):
         self.groups = arguments.groups_for(self.config.num_experts, groups)
         own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
         self.model_dim = model_dim
-        self._checked_wrapper = False
+        self._checked_wrapper = (0, 0)
         self._configs = arguments.CallConfigs()
         self._choices = ExchangeChoices(self.groups, timed=record_exchange_time, skip=skip_exchange)
         self.exchange_choice = self._choices.prepare(exchange)
@@ -177,6 +177,11 @@ class MoELayer(nn.Module):
         if shared_expert_dim:
             dims = model_dim, shared_expert_dim
             self.shared_expert = SharedExpert(*dims, activation, dropouts, shared_expert_gate)
+        distributed.expect_reduction(self, self.groups)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        distributed.expect_reduction(self, self.groups)  # a copy is prepared by itself
 
     def forward(
         self,
@@ -296,9 +301,11 @@ class MoELayer(nn.Module):
 
     def _agree(self, config, choice, x_TM, step, reports) -> distributed.StepAgreement:
         """Return what the ranks agreed on for this call; collective without a step."""
-        if not (self._checked_wrapper or torch.compiler.is_compiling()):
-            self._checked_wrapper = True
-            distributed.refuse_plain_wrapper(self.experts, self.groups)
+        if not torch.compiler.is_compiling():
+            seen = self._checked_wrapper
+            self._checked_wrapper = distributed.refuse_plain_wrapper(
+                self.experts, self.groups, seen
+            )
         if step is None:
             if not self.groups.needs_sync:
                 return distributed.StepAgreement(x_TM.shape[0])

@@ -5,10 +5,16 @@ import functools
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed import broadcast_over_replicas_, copies_of
+from ..distributed import (
+    broadcast_over_replicas_,
+    copies_of,
+    gather_texts,
+    note_reduction,
+    refuse_differences,
+)
 from ..moe import MoELayer
 from ..moe.experts import ExpertBank
-from ..moe.model import moe_layers
+from ..moe.model import moe_layers, unwrap
 from .gradients import average_expert_grad
 from .replicas import ReplicaCheck
 
@@ -57,6 +63,7 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
             forward pass raises it if the ranks' dense gradients differ.
     """
     layers = moe_layers(model).values()
+    _refuse_wrong_parameters(model)
     for layer in layers:
         for module in layer.experts.modules():
             if isinstance(module, ExpertBank):
@@ -73,10 +80,35 @@ def prepare_data_parallel(model: nn.Module, *, check_replicas: bool = True) -> N
                     functools.partial(average_expert_grad, groups=layer.groups, copies=copies)
                 )
                 vars(param)["averages_grad"] = True
+                note_reduction(param)
     leave_experts_out(model)
     # ranks that exchange tokens make their forward passes together; others need not
     if check_replicas and any(layer.groups.needs_sync for layer in layers):
         ReplicaCheck.watch(model)
+
+
+def _refuse_wrong_parameters(model: nn.Module) -> None:
+    """Raise ValueError for dense parameters in experts, and for replicas of experts that differ."""
+    layers = moe_layers(model)
+    prefixes = tuple(f"{name}.experts.".lstrip(".") for name in layers)
+    named = list(unwrap(model).named_parameters(remove_duplicate=False))
+    dense = {param: name for name, param in named if not name.startswith(prefixes)}
+    spread = any(layer.groups.needs_sync for layer in layers.values())
+    for name, param in named if spread else ():
+        if name.startswith(prefixes) and param in dense:
+            raise ValueError(
+                f"{dense[param]} is also {name}: the model has one such parameter on each rank, "
+                "and experts are on one rank each; give the experts a parameter of their own"
+            )
+    for prefix, layer in zip(prefixes, layers.values(), strict=True):
+        if layer.groups.num_replicas > 1 and not layer.groups.simulated:
+            experts = layer.experts.named_parameters()
+            trained = [name for name, param in experts if param.requires_grad]
+            texts = gather_texts(" ".join(trained) or "none")
+            what = f"the trained parameters of {prefix.rstrip('.')}"
+            for first in range(layer.groups.ep_size):
+                if len(set(texts[first :: layer.groups.ep_size])) > 1:
+                    refuse_differences(what, texts)
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -66,6 +66,7 @@ def reduce_expert_grads(
     grads, copied = [], []
     for param in params:
         if distributed.is_expert(param) and param.requires_grad:
+            distributed.note_reduction(param)
             if param.grad is None:  # replicas must take part in the same collectives
                 param.grad = torch.zeros_like(param)
             grads.append(param.grad)

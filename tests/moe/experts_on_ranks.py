@@ -70,6 +70,7 @@ def check_on_ranks(make, model_dim, cases, folder):
         assert rank or torch.equal(whole(x), whole_y)
         # of experts alone: nothing here averages the gate's gradients
         layer.gate.requires_grad_(False)
+        training.reduce_expert_grads(layer.experts.parameters(), groups)
         optimizer = torch.optim.Adam(layer.experts.parameters())
         optimizer.step()
         training.save_checkpoint(f"{folder}/x.pt", layer, optimizer)

@@ -25,7 +25,13 @@ LAYERS = {
     "sliced": lambda: {"num_experts": 1, "groups": build_groups(1, placement="sliced")},
     "replicated": lambda: {"num_experts": 1},
     "own": lambda: {"num_experts": 4, "expert_fn": lambda: nn.Linear(M, M)},
+    "tied": lambda: {"groups": build_groups(4, expert_parallel_size=1), **tied(nn.Linear(M, M))},
 }
+
+
+def tied(common):
+    """Own experts that share a layer."""
+    return {"num_experts": 4, "expert_fn": lambda: nn.Sequential(nn.Linear(M, M), common)}
 
 
 def build(kind):

@@ -1,6 +1,7 @@
 """What data parallelism around experts refuses, freezes and skips; training: test_toy_host.py."""
 
 import contextlib
+import copy
 import math
 
 import pytest
@@ -21,7 +22,8 @@ class Model(nn.Module):
     def __init__(self, num_experts):
         super().__init__()
         self.inner = nn.Linear(DIM, DIM)
-        self.moe = MoELayer(DIM, num_experts, 2 * DIM, capacity_factor=0.0, seed=3)
+        options = {"capacity_factor": 0.0, "top_k": min(2, num_experts)}
+        self.moe = MoELayer(DIM, num_experts, 2 * DIM, seed=3, **options)
 
     def forward(self, x):
         # without the aux loss, which is not linear in the tokens of a rank
@@ -34,11 +36,72 @@ def shard(module, **options):
     return fully_shard(module, mesh=init_device_mesh("cpu", (process_world()[1],)), **options)
 
 
+def tied(where):
+    """A model whose own experts share a parameter with each other or with its dense part."""
+    model = Model(4)
+    common = model.inner if where == "model" else nn.Linear(DIM, DIM)
+    make = lambda: nn.Sequential(nn.Linear(DIM, DIM), common)  # noqa: E731
+    options = {"expert_fn": make} if where == "expert_fn" else {"experts": [make(), make()]}
+    if where == "model":
+        options = {"experts": [make(), nn.Linear(DIM, DIM)]}
+    model.moe = MoELayer(DIM, 4, **options)
+    return model
+
+
+def unprepared(kind):
+    """What a program forgets to prepare; its parameters."""
+    model = Model(4)
+    if kind in ("copied", "updated"):
+        training.prepare_data_parallel(model)
+    if kind == "copied":
+        model = copy.deepcopy(model)
+    if kind == "unfrozen":
+        model.moe.experts.requires_grad_(False)
+        training.prepare_data_parallel(model)
+        model.moe.experts.requires_grad_(True)
+    return model, training.add_lora(model) if kind == "updated" else list(model.parameters())
+
+
+def step_alone(model, params):
+    """A step as of one process; nobody averages dense gradients."""
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    model(torch.randn(PER_RANK, DIM)).sum().backward()
+    training.clip_grad_norm_(model, MAX_NORM)
+    optimizer.step()
+
+
 @on_ranks(2)
 def test_wrong_wrapping_is_refused():
-    net = nn.parallel.DistributedDataParallel(Model(2))
-    with pytest.raises(ValueError, match="moe.experts.*wrap_data_parallel"):
-        net(torch.randn(PER_RANK, DIM))
+    for is_used in (False, True):
+        model = Model(2)
+        if is_used:
+            model(torch.randn(PER_RANK, DIM))
+        net = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match="moe.experts.*wrap_data_parallel"):
+            net(torch.randn(PER_RANK, DIM))
+    for kind in ("never", "copied", "updated", "unfrozen"):
+        with pytest.raises(ValueError, match="not prepared .* net = .*wrap_data_parallel.model"):
+            step_alone(*unprepared(kind))
+    for place in ("expert_fn", "experts"):
+        with pytest.raises(ValueError, match="experts 0 and 1 of this rank share 1.weight"):
+            tied(place)
+    with pytest.raises(ValueError, match="inner.weight is also moe.experts.0.1.weight"):
+        training.wrap_data_parallel(tied("model"))
+    # evaluation, frozen experts, and gradients that the program averages itself
+    model = Model(4)
+    model.moe.experts.requires_grad_(False)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model = Model(4)
+    model(torch.randn(PER_RANK, DIM)).sum().backward()
+    training.reduce_expert_grads(model.parameters(), model.moe.groups)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    # experts on one rank are frozen: their replicas would wait for its gradients
+    model = Model(1)
+    model.moe.experts.fc1_weight.requires_grad_(process_world()[0] == 0)
+    with pytest.raises(ValueError, match="disagree on the trained parameters of moe.experts: .*"):
+        training.wrap_data_parallel(model)
     net = training.wrap_data_parallel(Model(2))
     net(torch.randn(PER_RANK, DIM)).sum().backward()
     model = Model(2)
@@ -54,11 +117,11 @@ def test_plain_fully_shard_is_refused(world_size):
     if world_size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     x = torch.randn(PER_RANK, DIM)
-    for prepared in (False, True):
+    for before in (None, training.prepare_data_parallel, lambda model: model(x)):
         for level in ("", "moe", "moe.experts"):
             model = Model(4)
-            if prepared:
-                training.prepare_data_parallel(model)
+            if before is not None:
+                before(model)
             shard(model.get_submodule(level))
             with pytest.raises(ValueError, match="fully_shard would.*fc1_weight is.*ignored"):
                 model(x)

@@ -45,6 +45,7 @@ class Model(nn.Module):
 
 def make(num_experts, optimizer, placement="replicated", seed=1, device="cpu"):
     model = Model(num_experts, placement, seed).to(device)
+    training.prepare_data_parallel(model)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if isinstance(optimizer, Adam16):
         share_scales(optimizer, model.moe.groups)

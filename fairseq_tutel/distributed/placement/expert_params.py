@@ -1,12 +1,9 @@
 """Marks of expert parameters, and collectives over the ranks that hold them."""
 
-import sys
 from collections.abc import Iterable
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ..world import data_device, process_world
 from .groups import ExpertParallelGroups
@@ -32,40 +29,6 @@ def copies_of(param: torch.Tensor, groups: ExpertParallelGroups) -> int:
 def is_expert(param: torch.Tensor) -> bool:
     """Return whether :func:`mark_expert` marked the parameter."""
     return getattr(param, "expert", False)
-
-
-def refuse_plain_wrapper(experts: torch.nn.Module, groups: ExpertParallelGroups) -> None:
-    """Raise ValueError in a forward pass if a wrapper has the experts among its parameters.
-
-    DistributedDataParallel would overwrite the ranks' different experts with rank 0's and average
-    their gradients. ``fully_shard`` is refused in one process, too, because the program is meant
-    for several.
-    """
-    mine = next(experts.parameters(), None)
-    if mine is None:
-        return
-    # Wrappers leave no public trace for the modules inside. Without these names nothing is checked.
-    active: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
-    if active is not None and groups.needs_sync:
-        for name, param in active.module.named_parameters():
-            if param is mine and name not in active.parameters_to_ignore:
-                _refuse("DistributedDataParallel", name)
-    if is_expert(mine):  # fully_shard replaces the parameters that it shards by unmarked ones
-        return
-    states = sys.modules.get("torch.distributed._composable_state")
-    for root in list(getattr(states, "_module_state_mapping", None) or {}):
-        for name, param in root.named_parameters():
-            if param is mine:
-                how = ", and give fully_shard ignored_params=set(expert_parameters(model))"
-                _refuse("fully_shard", name, how)
-
-
-def _refuse(wrapper: str, name: str, how: str = "") -> NoReturn:
-    raise ValueError(
-        f"{wrapper} would make the experts of all ranks one ({name} is among its parameters): use "
-        "fairseq_tutel.training.wrap_data_parallel(model), or call prepare_data_parallel(model) on "
-        f"the module before it is wrapped{how}"
-    )
 
 
 def sum_over_replicas_(tensor: torch.Tensor, groups: ExpertParallelGroups) -> torch.Tensor:

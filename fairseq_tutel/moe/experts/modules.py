@@ -62,12 +62,27 @@ def own_experts(
     if len(experts) != groups.num_local_experts:
         local = f"{groups.num_local_experts} of {groups.num_experts} experts"
         raise ValueError(f"{len(experts)} expert modules given, but this rank holds {local}")
+    _refuse_shared(experts, groups)
     if groups.num_slices > 1:
         raise ValueError(
             f"experts={type(experts[0]).__name__}: modules of one's own cannot be cut into the "
             f"{groups.num_slices} slices of placement='sliced'; use placement='replicated'"
         )
     return ExpertList(experts)
+
+
+def _refuse_shared(experts: Sequence[nn.Module], groups: ExpertParallelGroups) -> None:
+    """Raise ValueError for a parameter of several experts: each rank would train its own copy."""
+    owners: dict[nn.Parameter, int] = {}
+    for number, expert in enumerate(experts if groups.communicates else ()):
+        for name, param in expert.named_parameters():
+            first = owners.setdefault(param, number)
+            if first != number:
+                raise ValueError(
+                    f"experts {first} and {number} of this rank share {name}, which the experts of "
+                    "other ranks cannot: give each expert its own, or keep all experts on each "
+                    f"rank (groups=build_groups({groups.num_experts}, expert_parallel_size=1))"
+                )
 
 
 def with_width(
