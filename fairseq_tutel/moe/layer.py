@@ -19,7 +19,7 @@ from . import arguments
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
-from .experts import ExpertBank, SharedExpert, make_experts, own_experts, with_width
+from .experts import ExpertBank, ExpertList, SharedExpert, make_experts, own_experts, with_width
 from .given_choices import steer, top_k_of
 from .memory import StepMemory, memory_of_step
 from .pass_state import pass_state
@@ -375,7 +375,8 @@ class MoELayer(nn.Module):
         return distributed.held_experts(self.groups)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
-        distributed.pop_held_experts(state_dict, prefix, self.groups)
+        own = self.experts.state_dict() if isinstance(self.experts, ExpertList) else ()
+        distributed.pop_held_experts(state_dict, prefix, self.groups, own)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -58,6 +58,7 @@ def check_ranks(folder):
         with pytest.raises(dcp.CheckpointException, match="full_state_dict"):
             dcp.save(get_model_state_dict(model), checkpoint_id=os.path.join(folder, f"{number}"))
 
+    adapters_of_ranks()
     model = build(seed=1)
     full = training.full_state_dict(model)
     assert not any("held" in name for name in full)
@@ -72,6 +73,32 @@ def check_ranks(folder):
         assert not any("held" in name for name in saved), part
     if rank == 0:
         torch.save(full, os.path.join(folder, "full.pt"))
+
+
+def adapters_of_ranks():
+    """A part of each expert's tensors, as peft saves and loads it."""
+    model, other = build(own=True), build(own=True)
+    for own in model[1].experts:
+        nn.init.normal_(own.bias)
+    adapters = {
+        name: t
+        for name, t in model.state_dict().items()
+        if name.endswith(".bias") and "experts" in name
+    }
+    with pytest.raises(ValueError, match="a part of the experts' .*load_full_state_dict.*strict=F"):
+        other.load_state_dict(adapters, strict=False)
+    state = [training.full_state_dict(model)]
+    torch.distributed.broadcast_object_list(state)
+    adapters = {
+        name: t for name, t in state[0].items() if name.endswith(".bias") and "experts" in name
+    }
+    assert len(adapters) == EXPERTS
+    for own in other[1].experts:
+        nn.init.zeros_(own.bias)
+    with pytest.raises(ValueError, match="the state dict lacks 0.weight"):
+        training.load_full_state_dict(other, adapters)
+    training.load_full_state_dict(other, adapters, strict=False)
+    assert_same_state(other.state_dict(), model.state_dict())
 
 
 def test_state_dicts_of_ranks_say_whose_experts_they_hold(tmp_path):

@@ -4,7 +4,7 @@ Every rank numbers its experts from 0. The mark is a small tensor that keeps one
 being loaded into another rank. Sets (:mod:`fairseq_tutel.checkpoint`) do not have it.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -57,15 +57,26 @@ def held_experts(groups: ExpertParallelGroups) -> torch.Tensor | None:
 
 
 def pop_held_experts(
-    state: MutableMapping[str, torch.Tensor], prefix: str, groups: ExpertParallelGroups
+    state: MutableMapping[str, torch.Tensor],
+    prefix: str,
+    groups: ExpertParallelGroups,
+    own: Iterable[str] = (),
 ) -> None:
     """Remove the mark of :func:`held_experts` from a layer's state dict.
 
-    Raise ValueError for other experts than this rank's, and for all experts of a layer that is
-    spread over ranks. With ``strict=False`` torch would load the first ones silently.
+    Raise ValueError for other experts than this rank's, for all experts of a layer that is spread
+    over ranks, and without the mark for a part of the tensors ``own`` of one's own experts, such as
+    peft's adapters. With ``strict=False`` torch would load the first ones silently.
     """
     held = state.pop(prefix + HELD, None)
     if held is None and groups.communicates:
+        found = [f"{prefix}experts.{name}" in state for name in own]
+        if any(found) and not all(found):
+            raise ValueError(
+                f"{prefix}experts: the state dict has a part of the experts' tensors and does not "
+                "say of which experts: use fairseq_tutel.training.load_full_state_dict(model, "
+                "state, strict=False) with the experts of all ranks"
+            )
         beyond = f"{prefix}experts.{groups.num_local_experts}."
         if any(key.startswith(beyond) for key in state):
             raise ValueError(

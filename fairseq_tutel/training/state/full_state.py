@@ -46,13 +46,17 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return full
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> None:
     """Load a state dict with all experts; each rank takes its own experts or slices.
 
     Args:
         model (nn.Module): the model, wrapped or not.
         state (dict): result of :func:`full_state_dict` or of one process's ``state_dict()``, the
             same on every rank.
+        strict (bool): refuse a state dict that lacks tensors of the model (default True). With
+            False the model keeps them.
     """
     model = unwrap(model)
     placements = placements_by_prefix(model)
@@ -62,9 +66,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         groups = placements.get(prefix)
         name = key if groups is None else f"{prefix}{groups.local_experts[slot]}{rest}"
         wanted.add(name)
-        if name not in state:
+        if name in state:
+            mine[key] = distributed.shard_like(state[name], value)
+        elif strict:
             raise ValueError(f"the state dict lacks {name}")
-        mine[key] = distributed.shard_like(state[name], value)
+        else:
+            mine[key] = value
     for name in state:
         prefix, number, _ = split_key(name) or ("", 0, "")
         known = placements[prefix].num_experts if prefix in placements else 0
