@@ -59,5 +59,5 @@ def _described(experts: torch.nn.Module, training: bool) -> str:
     """Return the sizes and modes that ranks share if weights travel between them."""
     size = sum(param.numel() for param in experts.parameters())
     mode = "training" if experts.training else "evaluation"
-    trained = f", training {' '.join(_trained(experts))}" if training else ""
+    trained = f", training {' '.join(_trained(experts)) or 'nothing'}" if training else ""
     return f"{type(experts).__name__} of {size} weights in {mode} mode{trained}"
