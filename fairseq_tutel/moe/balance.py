@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from ..distributed import sum_tensor_over_ranks_
+from .recomputation import recalled
 from .reports import MoEAux
-from .torch_modes import in_backward, outside_checkpoints, untraced
+from .torch_modes import outside_checkpoints, untraced
+from .update_load import UpdateLoad
 
 
 def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
@@ -18,7 +20,7 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
     the update up to and including this one (``"update"``). Weighted by the ranks' tokens and
     summed, a pass's loss with ``"global"`` has the gradient of one process with all tokens (Qiu et
     al., arXiv 2501.11873, eq. 3). With ``"update"`` the same holds for the update's last pass.
-    Dummy batches of fairseq count.
+    Dummy batches of fairseq count; passes without gradient do not.
 
     Collective in training with these options: one all-reduce of integers. Reports come in the same
     order on all ranks; others are returned unchanged. A pass that activation checkpointing
@@ -33,19 +35,18 @@ def balance_over_ranks(reports: Iterable[MoEAux]) -> list[MoEAux]:
 
 
 def _pairs_of_all_ranks(waiting: Sequence[MoEAux]) -> list[torch.Tensor]:
-    """Return the counts of each report's loss, int64 [E + 1]; known ones in a recomputation."""
-    again = in_backward()
-    pairs_L: list[Any] = [
-        aux.update_load.pairs if again and aux.update_load else None for aux in waiting
-    ]
-    new = [number for number, pairs in enumerate(pairs_L) if pairs is None]
-    mine: list[Any] = [waiting[number].balance_counts for number in new]
-    if mine:
-        sums = sum_tensor_over_ranks_(torch.cat(mine)).split([len(each) for each in mine])
-        for number, pairs in zip(new, sums, strict=True):
-            load = waiting[number].update_load
-            pairs_L[number] = pairs if load is None else load.add(pairs)
-    return pairs_L
+    """Return the counts of each report's loss, int64 [E + 1]."""
+    mine: list[Any] = [aux.balance_counts for aux in waiting]
+    # what a recomputation repeats is known already, and later passes do not change it
+    loads = tuple(aux.update_load for aux in waiting)
+    if any(loads):
+        return recalled(loads, lambda: _sums(mine, loads))
+    return _sums(mine, loads)
+
+
+def _sums(mine: Sequence[torch.Tensor], loads: Sequence[UpdateLoad | None]) -> list[torch.Tensor]:
+    sums = sum_tensor_over_ranks_(torch.cat(list(mine))).split([len(each) for each in mine])
+    return [s if load is None else load.add(s) for s, load in zip(sums, loads, strict=True)]
 
 
 _pairs_untraced = untraced(_pairs_of_all_ranks)  # a trace sees neither collectives nor state

@@ -22,21 +22,17 @@ class Steering:
     weight_TK: torch.Tensor | None = None  # fp32 or fp64, of the given choices; None: the gate's
     taken: bool = False  # whether the router used the given choices
     chosen_TK: torch.Tensor | None = None  # int32, by the router; None if it does not say so
+    recorder: Callable[[torch.Tensor], None] | None = None  # gets the choices [..., K]
 
-    def finish(
-        self,
-        expert_TK: torch.Tensor,
-        shape: Sequence[int],
-        recorders: Sequence[Callable[[torch.Tensor], None]],
-    ) -> None:
-        """Check that the router took the given choices; pass all, [*shape, K], to the recorders."""
+    def finish(self, expert_TK: torch.Tensor, shape: Sequence[int]) -> None:
+        """Check that the router took the given choices; pass all, [*shape, K], to the recorder."""
         if self.given_TK is not None and not self.taken:
             raise ValueError(
                 "choices= and force_load= need a router that calls route_logits(), as a TopKRouter"
             )
         chosen_TK = expert_TK if self.chosen_TK is None else self.chosen_TK
-        for record in recorders:
-            record(chosen_TK.detach().view(*shape, chosen_TK.shape[1]))
+        if self.recorder is not None:
+            self.recorder(chosen_TK.detach().view(*shape, chosen_TK.shape[1]))
 
 
 def top_k_of(choices: torch.Tensor | None, top_k: int | None, config: MoEConfig) -> int | None:
@@ -54,7 +50,7 @@ def steer(
     weights: torch.Tensor | None,
     config: MoEConfig,
     x: torch.Tensor,
-    recorded: bool,
+    recorder: Callable[[torch.Tensor], None] | None = None,
 ) -> Steering | None:
     """Check the choices of a call and return what its router needs; None if nothing is asked.
 
@@ -64,8 +60,9 @@ def steer(
         if weights is not None:
             raise ValueError("weights= belongs to choices=, which is not given")
         if config.force_load:
-            return Steering(forced_choices(config, x.shape[:-1].numel(), x.device))
-        return Steering() if recorded else None
+            forced_TK = forced_choices(config, x.shape[:-1].numel(), x.device)
+            return Steering(forced_TK, recorder=recorder)
+        return Steering(recorder=recorder) if recorder is not None else None
     shape = x.shape[:-1]
     if choices.is_floating_point() or choices.dtype == torch.bool or choices.shape[:-1] != shape:
         raise ValueError(
@@ -83,7 +80,7 @@ def steer(
         token = int(twice.any(1).nonzero()[0])
         raise ValueError(f"choices gives token {token} an expert twice: {given_TK[token].tolist()}")
     if weights is None:
-        return Steering(given_TK)
+        return Steering(given_TK, recorder=recorder)
     if weights.shape != choices.shape or not weights.is_floating_point():
         raise ValueError(
             f"weights must be floating point {tuple(choices.shape)}, as choices, got "
@@ -95,7 +92,7 @@ def steer(
         )
     weight_TK = weights.reshape(given_TK.shape)
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    return Steering(given_TK, weight_TK.to(dtype))
+    return Steering(given_TK, weight_TK.to(dtype), recorder=recorder)
 
 
 def forced_choices(config: MoEConfig, num_tokens: int, device: torch.device) -> torch.Tensor:

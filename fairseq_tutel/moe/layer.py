@@ -24,6 +24,7 @@ from .given_choices import steer, top_k_of
 from .memory import StepMemory, memory_of_step
 from .pass_state import pass_state
 from .reports import MoEAux, RouterAux, make_aux
+from .requests import Requests, serve
 from .routers import Router, jitter_tokens, make_router, route_logits
 from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
 from .torch_modes import untraced, without_autocast
@@ -90,8 +91,6 @@ class MoELayer(nn.Module):
         TypeError: an option is unknown, or ``model_dim`` is not given and there are no own experts.
     """
 
-    recorders: tuple[Callable[[torch.Tensor], None], ...] = ()  # get each pass's choices [..., K]
-
     def __init__(
         self,
         model_dim: int | None = None,
@@ -127,6 +126,7 @@ class MoELayer(nn.Module):
         self.config = arguments.routing_config(config, num_experts, routing, names)
         self.layer_index, self.compute_aux = layer_index, compute_aux
         self.update_load = UpdateLoad()
+        self.requests = Requests()
         self.groups = arguments.groups_for(self.config.num_experts, groups)
         own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
         self.model_dim = model_dim
@@ -227,9 +227,29 @@ class MoELayer(nn.Module):
             ValueError: wrong width or choices; options out of range; ranks that disagree; exchange
                 not prepared; plain DistributedDataParallel or ``fully_shard`` around the layer.
         """
+        options = {
+            "pad_mask": pad_mask,
+            "choices": choices,
+            "weights": weights,
+            "step": step,
+            "top_k": top_k,
+            "capacity_factor": capacity_factor,
+            "exchange": exchange,
+            "r": r,
+            "record": record,
+            "return_aux": return_aux,
+            "balance_later": balance_later,
+        }
+        return serve(self, x, options) if self.requests.served else self._compute(x, **options)
+
+    def _compute(
+        self, x, *, pad_mask, choices, weights, step, top_k, capacity_factor, exchange, r, record,
+        return_aux, balance_later, recorder=None,
+    ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:  # fmt: skip
+        """Apply the layer with the arguments of :meth:`forward`; the recorder gets the choices."""
         top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
-        steering = steer(choices, weights, config, x, bool(self.recorders))
+        steering = steer(choices, weights, config, x, recorder)
         dropout = config.input_dropout if self.training else 0.0
         given_TM, x_TM = tokens_of(x, self.model_dim, dropout)
         reports = ("later" if balance_later else "now") if return_aux else "not asked for"
@@ -240,7 +260,7 @@ class MoELayer(nn.Module):
         y = self._finish(y_TM, x_TM, config).view(x.shape)
         if not return_aux:
             return y
-        load = self.update_load if config.balance_scope == "update" else None
+        load = self.update_load.of_call() if config.balance_scope == "update" else None
         aux = make_aux(router_aux, routing, len(x_TM), record, load)
         by_caller = step is not None or balance_later
         return y, aux if by_caller else balance_over_ranks([aux])[0]
@@ -346,7 +366,7 @@ class MoELayer(nn.Module):
             with without_autocast(given_TM.device):
                 routing, router_aux = route_logits(logits_TE, call, pad_mask_T)
         if call.steering is not None:
-            call.steering.finish(routing.expert_TK, shape, self.recorders)
+            call.steering.finish(routing.expert_TK, shape)
         return routing, router_aux
 
     def _through_experts(self, x_TM, routing, call, choice, agreed, record):

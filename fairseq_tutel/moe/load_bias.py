@@ -17,6 +17,7 @@ histogram of the margin ``a_t - r_te``, which has the finest bins around 0.
 
 import logging
 import math
+from typing import Any
 
 import torch
 
@@ -49,6 +50,13 @@ def margin_histogram(
         bin_TE.masked_fill_(pad_T[:, None], num_experts * BINS)
     counts_EB = bin_counts(bin_TE, num_experts * BINS + 1)[:-1].view(num_experts, BINS)
     return torch.cat([counts_EB, top_k * counts_EB.sum(1, keepdim=True, dtype=torch.int32)], 1)
+
+
+def zero_counts(router: Any) -> torch.Tensor:
+    """Return the counts of no tokens for a router's rule, int64 [E] or [E, BINS + 1]."""
+    bias_E = router.load_bias
+    wide = (BINS + 1,) if router.config.load_bias == "quantile" else ()
+    return torch.zeros(len(bias_E), *wide, dtype=torch.int64, device=bias_E.device)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Helpers for modes of torch: autocast, checkpointing, hooks and tracing."""
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
@@ -46,14 +47,6 @@ def checkpoints() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-def in_backward() -> bool:
-    """Return whether the backward pass runs this code, as in a recomputation.
-
-    torch has no public form; its own activation checkpointing asks in the same way.
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
 def hooks_of(module: nn.Module) -> list[dict]:
     """Return the module's hooks on calls, by kind: forward, forward pre, backward, backward pre."""
     return [getattr(module, f"_{kind}") for kind in _HOOKS]
@@ -94,11 +87,13 @@ def call_in(linear: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def untraced(function: Callable) -> Callable:
-    """Apply ``torch.compiler.disable`` at the first call, because it imports the tracer."""
+    """Apply ``torch.compiler.disable`` once the tracer is imported; it would import it."""
     disabled: list[Callable] = []
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **options)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **options)

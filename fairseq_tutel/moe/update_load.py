@@ -1,8 +1,13 @@
 """Load of a layer's experts over an update (``balance_scope="update"``)."""
 
+from __future__ import annotations
+
+import copy
 import logging
 
 import torch
+
+from .recomputation import has_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +21,10 @@ class UpdateLoad:
         # int64 [E + 1], pairs by expert and their number, over all ranks; None before the first
         self.pairs: torch.Tensor | None = None
         self._passes = 0
+
+    def of_call(self) -> UpdateLoad:
+        """Return what sums the pairs of a call: a copy for a call that gets no gradients."""
+        return self if has_gradients() else copy.copy(self)
 
     def add(self, pairs: torch.Tensor) -> torch.Tensor:
         """Add a pass's pairs of all ranks, int64 [E + 1]; return the sum over the update so far."""

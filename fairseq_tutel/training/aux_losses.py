@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 from .. import moe
 from ..config import ExchangeConfig
 from ..distributed import sum_tensor_over_ranks_
+from ..moe.load_bias import zero_counts
 from ..moe.model import moe_layers
+from ..moe.requests import LayerCall, Request, open_requests
 
 COMBINE_METHODS = ("sum", "average")
 
@@ -18,38 +21,67 @@ COMBINE_METHODS = ("sum", "average")
 class AuxLosses:
     """Reports of a model's MoE layers in one forward pass; :func:`collect_aux` makes one.
 
-    All results are empty, and the loss is 0, if the model has no MoE layer. ``layers`` are (name,
-    :class:`~fairseq_tutel.moe.MoEAux`) in the order of calls.
+    All results are empty, and the loss is 0, if the model has no MoE layer.
     """
 
     def __init__(self, model: nn.Module, combine: str = "sum"):
         if combine not in COMBINE_METHODS:
             raise ValueError(f"combine={combine!r}: choose one of {', '.join(COMBINE_METHODS)}")
-        self.layers: list[tuple[str, moe.MoEAux]] = []
         self.combine = combine
         self._modules = moe_layers(model)
         self._like = next(model.parameters(), torch.zeros(()))
+        self._calls: list[tuple[str, LayerCall]] = []
         self._r: list[int] = []  # of each call
+
+    @property
+    def layers(self) -> list[tuple[str, moe.MoEAux]]:
+        """Each call's layer and its :class:`~fairseq_tutel.moe.MoEAux`, in the order of calls."""
+        return [(name, call.aux) for name, call in self._calls]
 
     @property
     def loss(self) -> torch.Tensor:
         """The layers' aux losses in one fp32 scalar with gradient, to be weighted by the caller.
 
         Collective inside :func:`collect_aux` with ``balance_scope="global"`` or ``"update"``. Raise
-        RuntimeError if the model has MoE layers, but none was called.
+        RuntimeError if the model has MoE layers, but none was called, or if layers ran without
+        gradients in training and somebody reads the loss with them.
         """
         if not self._modules:
             return torch.zeros((), device=self._like.device)
         if not self.layers:
             raise RuntimeError("no MoELayer was called inside collect_aux")
         self.finish()
-        losses = torch.stack([aux.loss for _, aux in self.layers])
+        calls = self._with_graph() if torch.is_grad_enabled() else self._calls
+        losses = torch.stack([call.aux.loss for _, call in calls])
         return losses.sum() if self.combine == "sum" else losses.mean()
+
+    def _with_graph(self) -> list[tuple[str, LayerCall]]:
+        """Return the calls without those under no_grad in training, whose losses are constants."""
+        calls = [(name, call) for name, call in self._calls if call.has_graph or not call.training]
+        known = {name for name, _ in calls}
+        lost = {name for name, call in self._calls if call.is_hidden or name not in known}
+        if lost:
+            raise RuntimeError(
+                f"the aux loss of layers {sorted(lost)} has no gradient, because they ran under "
+                "torch.no_grad: checkpoint them with use_reentrant=False, or, for a value without "
+                "gradient, read the loss under torch.no_grad too"
+            )
+        return calls
 
     @property
     def by_name(self) -> dict[str, moe.MoEAux]:
         """Each layer's report; the last one if the layer was called several times."""
         return dict(self.layers)
+
+    def add(self, name: str, call: LayerCall, options: Mapping[str, Any]) -> None:
+        """Take the report of one call of a layer; ``options`` are the call's arguments."""
+        self._calls.append((name, call))
+        r = options["r"]
+        if r is None:
+            of_step = getattr(options["step"], "exchange", None)
+            exchange = options["exchange"] or of_step or self._modules[name].exchange_config
+            r = ExchangeConfig.of(exchange).r
+        self._r.append(r)
 
     @property
     def load(self) -> dict[str, torch.Tensor]:
@@ -91,19 +123,18 @@ class AuxLosses:
 
     def finish(self) -> None:
         """Add the balance losses that need all ranks' counts; :func:`collect_aux` calls it."""
-        names = [name for name, _ in self.layers]
-        finished = moe.balance_over_ranks(aux for _, aux in self.layers)
-        self.layers = list(zip(names, finished, strict=True))
+        calls = [call for _, call in self._calls]
+        for call, aux in zip(calls, moe.balance_over_ranks(c.aux for c in calls), strict=True):
+            call.aux = aux  # also for other blocks around the call
 
-    def add(self, name: str, aux: moe.MoEAux, call: Mapping[str, Any]) -> None:
-        """Take the report of one call of a layer; ``call`` has the call's arguments."""
-        self.layers.append((name, aux))
-        r = call.get("r")
-        if r is None:
-            of_step = getattr(call.get("step"), "exchange", None)
-            exchange = call.get("exchange") or of_step or self._modules[name].exchange_config
-            r = ExchangeConfig.of(exchange).r
-        self._r.append(r)
+    def bias_counts(self) -> dict[str, torch.Tensor]:
+        """Return counts for :func:`update_load_bias` by layer, of calls that get gradients."""
+        found: dict[str, torch.Tensor] = {}
+        for name, call in self._calls:
+            if call.has_gradients and call.aux.bias_counts is not None:
+                counts = call.aux.bias_counts.long()
+                found[name] = found[name] + counts if name in found else counts
+        return found
 
 
 @contextmanager
@@ -129,40 +160,19 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     Yields:
         AuxLosses: the reports, complete at the end of the block.
 
-    Activation checkpointing recomputes layers after the block, so their losses do not count twice.
-    With ``use_reentrant=True`` the losses have no gradient, because torch runs the layers without
-    gradients first. Layers inside a module that ``torch.compile`` compiled do not report. The end
-    of the block is collective with ``balance_scope="global"`` or ``"update"``.
+    Layers that activation checkpointing recomputes do not count twice. With ``use_reentrant=True``
+    reading the loss raises RuntimeError: torch runs the layers without gradients first, so the
+    loss has none. In a compiled model the layers run uncompiled inside the block. The end of the
+    block is collective with ``balance_scope="global"`` or ``"update"``.
     """
     found = AuxLosses(model, combine)
-    handles = []
-    for name, layer in moe_layers(model).items():
-        handles += _listen(found, name, layer)
-    try:
+    # balanced outside of the call: a recomputation has no part in that
+    arguments = {"return_aux": True, "balance_later": True}
+    layers = moe_layers(model).items()
+    asked = {layer: Request(arguments, partial(found.add, name)) for name, layer in layers}
+    with open_requests(asked):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
     found.finish()
-
-
-def _listen(found, name, layer):
-    asked = []  # whether the caller wants the second result too; a stack, for nested calls
-
-    def ask(module, args, kwargs):
-        asked.append(kwargs.get("return_aux", False))
-        # finished outside: a recomputation does not run this hook and must do what this call does
-        return args, {"balance_later": not asked[-1], **kwargs, "return_aux": True}
-
-    def take(module, args, kwargs, result):
-        y, aux = result
-        found.add(name, aux, kwargs)
-        return result if asked.pop() else y
-
-    return [
-        layer.register_forward_pre_hook(ask, with_kwargs=True),
-        layer.register_forward_hook(take, with_kwargs=True),
-    ]
 
 
 def end_update(model: nn.Module) -> None:
@@ -194,37 +204,32 @@ def update_load_bias(
     >>> update_load_bias(layer, [aux])
 
     Args:
-        model (nn.Module): the model, wrapped or not. Its layers, if it has any, have
-            ``load_bias="sign"`` or ``"quantile"``.
+        model (nn.Module): the model, wrapped or not. Biases of layers with ``load_bias="sign"`` or
+            ``"quantile"`` move, unless no pass called the layer.
         passes (list of AuxLosses): results of :func:`collect_aux` for all passes of the step.
+            Passes without gradient do not count; several calls of a layer are summed.
         held_back (dict): fixed biases [E] by layer name and a dot (default None: none), from
             :func:`fairseq_tutel.checkpoint.growth.held_back` after ``checkpoint grow --exact``.
 
     Raises:
-        ValueError: there is no pass, or a pass lacks counts of a layer, as in evaluation.
+        ValueError: no pass has counts, as in evaluation, or no layer has such a bias.
     """
     layers = moe_layers(model)
     if not layers:
         return
-    if not passes:
-        raise ValueError("update_load_bias needs the reports of at least one forward pass")
-    passes_L = [_bias_counts(layers, found) for found in passes]
-    counts_L = [torch.stack(counts).sum(0) for counts in zip(*passes_L, strict=True)]
-    held_L = [(held_back or {}).get(f"{name}." if name else "") for name in layers]
-    update_load_biases(layers.values(), _sum_over_ranks(counts_L), held_L)
-
-
-def _bias_counts(layers: Mapping[str, moe.MoELayer], found: AuxLosses) -> list[torch.Tensor]:
-    """Return one forward pass's bias counts of each layer; their shapes may differ."""
-    counts = {name: aux.bias_counts for name, aux in found.layers}
-    known = [count for name in layers if (count := counts.get(name)) is not None]
-    if not len(known) == len(found.layers) == len(layers):
-        lacking = [name for name in layers if counts.get(name) is None]
+    moving = {name: layer for name, layer in layers.items() if layer.config.moves_load_bias}
+    counts_L = [found.bias_counts() for found in passes]
+    if not any(name in counts for name in moving for counts in counts_L):
         raise ValueError(
-            f"a forward pass has {len(found.layers)} reports of {len(layers)} MoE layers, "
-            f"without counts of {lacking}: were they in training, with a load_bias?"
+            f"update_load_bias needs at least one forward pass in training with gradients; the "
+            f"{len(passes)} given have no counts of layers with a moving load_bias, {list(moving)}"
         )
-    return [count.long() for count in known]
+    sums_L = [
+        sum((counts[name] for counts in counts_L if name in counts), zero_counts(layer.gate))
+        for name, layer in moving.items()
+    ]
+    held_L = [(held_back or {}).get(f"{name}." if name else "") for name in moving]
+    update_load_biases(moving.values(), _sum_over_ranks(sums_L), held_L)
 
 
 def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:

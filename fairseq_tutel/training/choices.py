@@ -8,7 +8,7 @@ from torch import nn
 
 from ..moe import MoELayer
 from ..moe.model import moe_layers
-from ..moe.torch_modes import in_backward
+from ..moe.requests import LayerCall, Request, open_requests
 
 
 @contextmanager
@@ -26,28 +26,24 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         device; :mod:`fairseq_tutel.moe.given_choices` explains negative numbers.
     """
     found: dict[str, torch.Tensor] = {}
-    layers = moe_layers(model)
-    before = {name: layer.recorders for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer.recorders = (*layer.recorders, _recorder(found, name, layer))
-    try:
+    layers = moe_layers(model).items()
+    asked = {
+        layer: Request({"recorder": None}, _recorder(found, name, layer)) for name, layer in layers
+    }
+    with open_requests(asked):
         yield found
-    finally:
-        for name, layer in layers.items():
-            layer.recorders = before[name]
 
 
 def _recorder(found: dict[str, torch.Tensor], name: str, layer: MoELayer):
     small = torch.int16 if layer.config.num_outputs < 2**15 - 1 else torch.int32
 
-    def record(choices: torch.Tensor) -> None:
-        if in_backward():
-            return
+    def record(call: LayerCall, _: object) -> None:
         if name in found:
             raise RuntimeError(
                 f"layer {name!r} is called twice: use one record_choices() for each forward pass"
             )
-        found[name] = choices.to(small)
+        assert call.choices is not None  # the request asked for them
+        found[name] = call.choices.to(small)
 
     return record
 
@@ -61,28 +57,24 @@ def replay_choices(model: nn.Module, choices: Mapping[str, torch.Tensor]) -> Ite
     Args:
         model (nn.Module): the model, wrapped or not.
         choices (dict): the result of :func:`record_choices`, on any device. Layers that it lacks
-            choose by themselves; ValueError for layers that the model lacks.
+            choose by themselves.
+
+    Raises:
+        ValueError: the model lacks a layer that ``choices`` has.
+        RuntimeError: a layer that ``choices`` has was not called in the block.
     """
     layers = moe_layers(model)
     if unknown := [name for name in choices if name not in layers]:
         raise ValueError(f"choices has {unknown}, the model's MoE layers are {list(layers)}")
-    state = {"open": True}
-    for name, given in choices.items():
-        _replay(layers[name], given, state)
-    try:
+    left = dict(choices)
+    asked = {
+        layers[name]: Request({"choices": given}, lambda *_, name=name: left.pop(name, None))
+        for name, given in choices.items()
+    }
+    with open_requests(asked):
         yield
-    finally:
-        state["open"] = False
-
-
-def _replay(layer: MoELayer, given: torch.Tensor, state: Mapping[str, bool]) -> None:
-    """Give a layer these choices until its first forward pass after the block."""
-
-    def give(module, args, kwargs):
-        if not (state["open"] or in_backward()):
-            handle.remove()
-            return None
-        device = next(module.parameters()).device
-        return args, {"choices": given.to(device), **kwargs}
-
-    handle = layer.register_forward_pre_hook(give, with_kwargs=True)
+    if left:
+        raise RuntimeError(
+            f"replay_choices has choices for the layers {list(left)}, which were not called: call "
+            "them inside the block, or leave out their choices"
+        )

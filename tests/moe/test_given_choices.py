@@ -129,22 +129,6 @@ def test_all_ranks_record_and_replay_under_activation_checkpointing(sizes):
     assert run_ranks(_on_ranks, len(sizes), sizes) == want
 
 
-def test_a_recomputation_after_the_block_is_replayed_too():
-    torch.manual_seed(0)
-    layer = make_layer(build_groups(E))
-    x = torch.randn(T, M, dtype=torch.float64)
-    choices = torch.rand(T, E).argsort(1)[:, :2]
-    direct = a_pass(layer, x, choices=choices)[4:-3]
-    layer.zero_grad()
-    with training.replay_choices(layer, {"": choices}):
-        y, aux = checkpoint(layer, x.clone().requires_grad_(), use_reentrant=False, return_aux=True)
-    (y.square().sum() + aux.loss).backward()
-    torch.testing.assert_close([param.grad for param in layer.parameters()], direct)
-    with training.record_choices(layer) as own:  # a new pass chooses for itself
-        layer(x)
-    assert not torch.equal(own[""], choices) and not layer._forward_pre_hooks
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -167,7 +151,7 @@ def test_a_layer_that_is_called_twice_needs_two_blocks():
     with pytest.raises(RuntimeError, match="called twice"), training.record_choices(layer):
         layer(torch.randn(T, M))
         layer(torch.randn(T, M))
-    assert not layer.recorders
+    layer(torch.randn(T, M))  # after the block
 
 
 @pytest.mark.parametrize(

@@ -53,14 +53,13 @@ def loss_of_pass(layer, x, way):
 
 def _updates(way, count, together=False):
     """By update: losses of this rank's passes, and the gate's gradient of their sum."""
-    rank, world_size = process_world()
+    rank, _ = process_world()
     layer, found = make(balance_choices=count), []
     for _ in range(2):
         layer.zero_grad()
         losses = []
         for by_rank in micro_batches():
-            x = by_rank[rank] if world_size > 1 else torch.cat(by_rank)
-            losses.append(loss_of_pass(layer, x, way))
+            losses.append(loss_of_pass(layer, by_rank[rank], way))
             if not together:
                 losses[-1].backward()
         if together:  # the recomputation of early passes comes after late passes
@@ -73,12 +72,12 @@ def _updates(way, count, together=False):
 def _all_cases():
     cases = [(way, "first", False) for way in WAYS]
     cases += [("collected", "all", False)]
-    cases += [(way, "first", True) for way in WAYS if way != "reentrant"]
+    cases += [(way, "first", True) for way in WAYS]
     return {case: _updates(case[0], case[1], case[2]) for case in cases}
 
 
 def by_hand(rank, count):
-    """A loop over tokens in fp64: losses of a rank's passes; None: of one rank with all tokens."""
+    """A loop over tokens in fp64: losses of a rank's passes."""
     weight = make().gate.wg.weight.detach().clone().requires_grad_()
     pairs, number, losses = [0] * E, 0, []
     for by_rank in micro_batches():
@@ -88,7 +87,7 @@ def by_hand(rank, count):
                 number += len(best)
                 for expert in best.tolist():
                     pairs[expert] += 1
-        mine = torch.cat(by_rank) if rank is None else by_rank[rank]
+        mine = by_rank[rank]
         loss = weight.new_zeros(())
         for token in mine:
             logits = weight @ token
@@ -101,11 +100,11 @@ def by_hand(rank, count):
     return [loss.item() for loss in losses], weight.grad
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_pass_is_balanced_by_the_load_of_the_update_up_to_it(ranks):
-    for rank, cases in enumerate(run_ranks(_all_cases, ranks)):
+def test_a_pass_is_balanced_by_the_load_of_the_update_up_to_it():
+    """In one process: tests/training/test_passes.py."""
+    for rank, cases in enumerate(run_ranks(_all_cases, 2)):
         for (way, count, together), updates in cases.items():
-            losses, grad = by_hand(rank if ranks > 1 else None, count)
+            losses, grad = by_hand(rank, count)
             for got, got_grad in updates:  # the second update does not see the first
                 assert got == pytest.approx(losses, rel=1e-12), (way, together)
                 torch.testing.assert_close(got_grad, grad, msg=f"{way} {together}")

@@ -107,7 +107,9 @@ class Router(nn.Module):
             moved_E = quantile_bias(bias_E[moves_E], counts[moves_E])
         if held_back_E is not None:
             bias_E.copy_(held_back_E)
-        bias_E[moves_E] = moved_E.to(bias_E.dtype)
+        # without counts no pass called the layer
+        moved_E = torch.where(counts.any(), moved_E.to(bias_E.dtype), bias_E[moves_E])
+        bias_E[moves_E] = moved_E
 
     def check_updates(self) -> None:
         """Warn once if training goes on without calls of :meth:`update_load_bias`."""

@@ -15,6 +15,8 @@ from torch import nn
 
 from ....distributed import process_world
 from ....moe.model import moe_layers
+from ....moe.recomputation import is_recomputing
+from ....moe.torch_modes import untraced
 from ....training import record_choices
 from ..json_lines import append_line, drop_after
 from . import program
@@ -73,15 +75,22 @@ class RoutingTrace:
         """Begin the passes of an update, or of a validation after it."""
         self._update, self.fillers = update, fillers
 
+    def __deepcopy__(self, memo: dict) -> "RoutingTrace":
+        return self  # copies of the model are not traced
+
+    @untraced
     def _begin(self, module: nn.Module, args: tuple) -> None:
+        if module is not self._model or is_recomputing():
+            return
         if self.fillers:
             self.fillers -= 1
         elif not (module.training and self._update % self._interval):
             recording = record_choices(module)
             self._recording = recording, recording.__enter__()
 
+    @untraced
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if self._recording is None:
+        if self._recording is None or module is not self._model or is_recomputing():
             return
         (recording, choices), self._recording = self._recording, None
         recording.__exit__(None, None, None)
