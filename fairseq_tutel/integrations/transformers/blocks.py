@@ -10,23 +10,11 @@ from ...moe import MoEConfig, MoELayer
 from ...moe.torch_modes import hooks_of
 from .experts import Projections
 
-
-def _if_asked(gate: nn.Module) -> bool:
-    return bool(gate.norm_topk_prob)
-
-
-# Class of a sparse block whose routing is known without a probe -> whether its router divides a
-# token's K weights by their sum. These blocks have `experts` and a router `gate`, which takes the
-# softmax over all experts and chooses the K best. Add a class of your own by
+# Class of a sparse block whose routing cannot be recognised -> whether its router divides a token's
+# K weights by their sum. The block has `experts` and a router `gate`, which takes the softmax over
+# all experts and chooses the K best. A class of your own:
 # SPARSE_BLOCKS["MySparseBlock"] = lambda gate: True.
-SPARSE_BLOCKS: dict[str, Callable[[nn.Module], bool]] = {
-    "FlexOlmoSparseMoeBlock": _if_asked,
-    "MiniMaxSparseMoeBlock": lambda gate: True,
-    "MixtralSparseMoeBlock": lambda gate: True,
-    "OlmoeSparseMoeBlock": _if_asked,
-    "Qwen3MoeSparseMoeBlock": _if_asked,
-    "Qwen3VLMoeTextSparseMoeBlock": lambda gate: True,
-}
+SPARSE_BLOCKS: dict[str, Callable[[nn.Module], bool]] = {}
 
 # Class of a block that is refused -> reason.
 REFUSED: dict[str, str] = {
@@ -117,9 +105,19 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         raise ValueError(
             f"{type(model).__name__} has no sparse blocks inside: no module with experts"
         )
-    if len(set(map(id, found.values()))) < len(found):
-        raise ValueError(f"one sparse block stands at several places: {', '.join(found)}")
+    _refuse_shared_experts(model, found)
     return found
+
+
+def _refuse_shared_experts(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError if experts' weights are used elsewhere: a layer takes them for itself."""
+    used = dict(model.named_parameters(remove_duplicate=False))
+    for name, block in found.items():
+        mine = set(map(id, block.experts.parameters()))
+        others = (key for key in used if not key.startswith(f"{name}."))
+        for other in others:
+            if id(used[other]) in mine:
+                raise ValueError(f"{name}.experts shares weights with {other}: they are tied")
 
 
 def check_block(name: str, block: nn.Module) -> Projections:

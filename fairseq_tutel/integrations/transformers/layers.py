@@ -45,6 +45,20 @@ class KeptShared(nn.Module):
         return y_TM if self.gate is None else torch.sigmoid(self.gate(x_TM)) * y_TM
 
 
+def shared_of(block: nn.Module, parts: Description) -> KeptShared | None:
+    """Return the block's expert of all tokens with its gate; None if it has none."""
+    if not parts.shared:
+        return None
+    gate = getattr(block, parts.shared_gate) if parts.shared_gate else None
+    return KeptShared(getattr(block, parts.shared), gate)
+
+
+def tensor_at(block: nn.Module, path: str) -> Tensor:
+    """Return a parameter or buffer by its path."""
+    owner, _, name = path.rpartition(".")
+    return getattr(block.get_submodule(owner), name).detach()
+
+
 class ChoiceRouter(moe.Router):
     """Router of experts and weights that the model's block has chosen.
 

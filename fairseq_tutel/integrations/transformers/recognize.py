@@ -1,8 +1,9 @@
 """Recognise what a sparse block computes, by running a copy of it whose experts only record.
 
-The router gets random weights and is run in evaluation and in training. The options of
-:class:`~fairseq_tutel.config.MoEConfig` that choose the same experts with the same weights describe
-it. What is left of its output must be the expert of all tokens.
+The router gets random weights and is run in evaluation, in training, and with biases that make all
+scores negative. The options of :class:`~fairseq_tutel.config.MoEConfig` that choose the same
+experts with the same weights describe it. What is left of its output must be the expert of all
+tokens.
 """
 
 import copy
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from ...moe import MoEConfig, RouterCall, route_logits
 from .blocks import Description
-from .experts import Activation, Projections
 
 # Names of a block's children.
 ROUTERS = ("gate", "router")
@@ -25,6 +25,8 @@ SHARED_GATES = ("shared_expert_gate",)
 GROUPS = ("num_group", "topk_group")
 
 _SIZES = (4, 64)  # sequences and tokens of a probe
+# Factor of each sequence. Sigmoids of larger logits are 1 in fp32, and are ties.
+_SCALES = (0.3, 1.0, 2.0, 3.0)
 _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -46,27 +48,38 @@ class _Run(NamedTuple):
     out: Tensor  # [B T, M], of the experts
     router_args: tuple[Any, ...]
     logits: Tensor  # [B T, E]
+    biases: dict[str, Tensor]  # by path, what may be a bias of the experts [E]
 
 
-def recognize(block: nn.Module, num_experts: int) -> Description:
-    """Return the description of a block; without a router if only its experts can be replaced."""
+def recognize(block: nn.Module, num_experts: int, without_jitter: bool = False) -> Description:
+    """Return the description of a block; without a router if only its experts can be replaced.
+
+    ``without_jitter``: the caller replaces the noise on the block's input (``jitter_noise``).
+    """
     router, shared, gate = (
         next((name for name in names if isinstance(getattr(block, name, None), nn.Module)), "")
         for names in (ROUTERS, SHARED, SHARED_GATES)
     )
     if not router:
         return Description()
+    parts = Description(router, shared=shared, shared_gate=gate)
     try:
         with torch.random.fork_rng([]), torch.no_grad():
             torch.manual_seed(0)
             probe = _make_probe(block)
+            if without_jitter:
+                probe.jitter_noise = 0.0
             matrices = [p for p in getattr(probe, router).parameters() if p.dim() == 2]
             widths = [p.shape[1] for p in matrices if p.shape[0] == num_experts]
             if not widths:
                 raise _Unknown
             shape = num_experts, widths[0]
-            runs = [_run(probe.train(mode), router, *shape) for mode in (False, True)]
-            return _describe(probe, Description(router, shared=shared, shared_gate=gate), runs)
+            runs = [_run(probe.train(mode), parts, *shape) for mode in (False, True)]
+            if biases := _biases(probe, parts, num_experts):
+                for bias in biases.values():
+                    bias -= 3  # sigmoids are at most 1, and biases that were drawn below 2
+                runs.append(_run(probe.eval(), parts, *shape))
+            return _describe(probe, parts, runs)
     except _Unknown:
         return Description()
 
@@ -77,22 +90,20 @@ class _Unknown(Exception):
 
 def _make_probe(block: nn.Module) -> nn.Module:
     """Return a copy of the block in fp32 on the CPU with random weights and recording experts."""
-    probe = copy.copy(block)
-    probe.__dict__["_modules"] = {**block._modules, "experts": _Recorder()}
-    probe = copy.deepcopy(probe).cpu().float()
+    probe = copy.deepcopy(block, {id(block.experts): _Recorder()}).cpu().float()
     for tensor in (*probe.parameters(), *probe.buffers()):
         if tensor.is_floating_point() and tensor.numel() > 1:
             tensor.normal_(0, 0.3 if tensor.squeeze().dim() == 1 else tensor.shape[-1] ** -0.5)
     return probe
 
 
-def _run(probe: nn.Module, router: str, num_experts: int, model_dim: int) -> _Run:
+def _run(probe: nn.Module, parts: Description, num_experts: int, model_dim: int) -> _Run:
     """Call the probe; raise _Unknown if the call is not that of a sparse block."""
     found: list[tuple[Any, Any]] = []
-    handle = getattr(probe, router).register_forward_hook(
+    handle = getattr(probe, parts.router).register_forward_hook(
         lambda module, args, result: found.append((args, result))
     )
-    x = torch.randn(*_SIZES, model_dim)
+    x = torch.randn(*_SIZES, model_dim) * torch.tensor(_SCALES)[:, None, None]
     with handle:
         try:
             y = probe(x.clone())
@@ -108,15 +119,25 @@ def _run(probe: nn.Module, router: str, num_experts: int, model_dim: int) -> _Ru
     _, index, weights = probe.experts.given
     if index.dim() != 2 or len(index) != num_tokens or index.shape != weights.shape:
         raise _Unknown
-    return _Run(x, y, probe.experts.given, probe.experts.out, args, logits)
+    biases = {name: each.clone() for name, each in _biases(probe, parts, num_experts).items()}
+    return _Run(x, y, probe.experts.given, probe.experts.out, args, logits, biases)
+
+
+def _biases(probe: nn.Module, parts: Description, num_experts: int) -> dict[str, Tensor]:
+    """Return what may be a bias of the experts, by path."""
+    others = tuple(f"{name}." for name in (parts.shared, parts.shared_gate) if name)
+    return {
+        name: each
+        for name, each in (*probe.named_parameters(), *probe.named_buffers())
+        if each.numel() == num_experts and each.is_floating_point() and not name.startswith(others)
+    }
 
 
 def _describe(probe: nn.Module, parts: Description, runs: list[_Run]) -> Description:
     """Complete the description by what the runs have in common; _Unknown if they have nothing."""
     router = getattr(probe, parts.router)
     tensors = dict([*probe.named_parameters(), *probe.named_buffers()])
-    num_experts = runs[0].logits.shape[-1]
-    biases = {name: each for name, each in tensors.items() if each.numel() == num_experts}
+    biases = runs[0].biases
     inside = tuple(f"{name}." for name in (parts.router, parts.shared, parts.shared_gate) if name)
     outside = {name for name in tensors if not name.startswith(inside)}
     for run in runs:
@@ -125,12 +146,12 @@ def _describe(probe: nn.Module, parts: Description, runs: list[_Run]) -> Descrip
             raise _Unknown
     scale = _scale_beside_shared(probe, parts, runs)
     for bias, options in _candidates(router, biases, runs[0].given[1].shape[1]):
-        scales = [_scale_of_routing(run, options, biases.get(bias)) for run in runs]
-        if None in scales or abs(scales[0] / scales[1] - 1) > 1e-4:
+        scales = [_scale_of_routing(run, options, run.biases.get(bias)) for run in runs]
+        if None in scales or max(abs(each / scales[0] - 1) for each in scales) > 1e-4:
             continue
         options["route_scale"] = _stated(scales[0], router, probe) * _stated(scale, probe)
         extra = runs[0].router_args[1:]
-        if len(extra) > 1 or (extra and not (bias and extra[0] is biases[bias])):
+        if len(extra) > 1 or (extra and not (bias and extra[0] is tensors[bias])):
             raise _Unknown
         if outside - {bias}:  # a layer would lose these tensors
             raise _Unknown
@@ -202,35 +223,3 @@ def _stated(measured: float, *modules: nn.Module) -> float:
     stated = [v for m in modules for v in vars(m).values() if type(v) in (int, float)]
     near = [float(v) for v in (1.0, *stated) if abs(v - measured) < 1e-4 * abs(measured)]
     return near[0] if near else round(measured, 6)
-
-
-@torch.no_grad()
-def check_experts(where: str, experts: nn.Module, projections: Projections) -> None:
-    """Raise ValueError if experts compute something else than their weights and activation say."""
-    num_experts, model_dim, _ = projections.shape
-    generator, views = torch.Generator().manual_seed(0), projections.views()
-    down = projections.down
-    x_TM = torch.randn(3, model_dim, generator=generator).to(down)
-    index_TK = torch.randint(num_experts, (3, 1), generator=generator).to(down.device)
-    weight_TK = torch.rand(3, 1, generator=generator).to(down)
-
-    def linear(layer: str, rows: Tensor) -> Tensor:
-        weight, bias = (views.get(f"{layer}.{end}") for end in ("weight", "bias"))
-        out = (weight[index_TK[:, 0]] @ rows[..., None])[..., 0]
-        return out if bias is None else out + bias[index_TK[:, 0]]
-
-    try:
-        found_TM = experts(x_TM, index_TK, weight_TK)
-    except Exception as error:
-        raise ValueError(
-            f"{where} cannot be replaced: its experts take other arguments ({error}); if they are "
-            "gated as those of Mixtral, declare the block in SPARSE_BLOCKS"
-        ) from error
-    layers = ("fc_gate", "fc1") if projections.gated else ("fc1",)
-    hidden = Activation(experts, projections)(*(linear(layer, x_TM) for layer in layers))
-    y_TM = linear("fc2", hidden) * weight_TK
-    close = 1e-4 if down.dtype.itemsize >= 4 else 5e-2
-    if ((y_TM - found_TM).norm(dim=1) > close * y_TM.norm(dim=1) + 1e-6).any():
-        raise ValueError(
-            f"{where} cannot be replaced: its experts compute more than their projections"
-        )

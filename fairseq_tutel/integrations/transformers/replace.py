@@ -10,9 +10,10 @@ from torch import nn
 from ...distributed import ExpertParallelGroups, build_groups
 from ...moe import MoEConfig, MoELayer
 from .blocks import SPARSE_BLOCKS, SparseBlock, check_block, declared, find_blocks
+from .check import check_same
 from .experts import Activation, KeptExperts, Projections
-from .layers import ChoiceRouter, ChosenExperts, KeptRouter, KeptShared
-from .recognize import check_experts, recognize
+from .layers import ChoiceRouter, ChosenExperts, KeptRouter, shared_of, tensor_at
+from .recognize import recognize
 
 # arguments of MoELayer that the block decides
 _DECIDED = (
@@ -52,9 +53,9 @@ def replace_moe(
         to ``restore_moe`` and ``original_state_dict``.
 
     Raises:
-        ValueError: no such block, or a block that cannot be replaced. The message names it: other
-            experts, several dtypes, hooks, quantised or on the meta device, options of routing for
-            a block that goes on routing. The model then stays as it was.
+        ValueError: no such block, or a block that cannot be replaced. The message names it: another
+            output on random rows, several dtypes, hooks, tied experts, quantised or on the meta
+            device, options of routing for a block that goes on routing. The model stays as it was.
     """
     if wrong := [name for name in _DECIDED if name in moe]:
         raise ValueError(f"the model's blocks decide {', '.join(wrong)}: leave it out")
@@ -78,20 +79,24 @@ def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBloc
     """
     projections = check_block(name, block)
     where, experts = f"{name} ({type(block).__name__})", block.experts
+    modes = (False,)
     if type(block).__name__ in SPARSE_BLOCKS:
         description = declared(name, block, allowed)
+        if "input_jitter" not in allowed:
+            modes = (False, True)  # for the others recognize() compares training
     else:
-        check_experts(where, experts, projections)
-        description = recognize(block, projections.shape[0])
+        description = recognize(block, projections.shape[0], "input_jitter" in allowed)
     routing = description.routing
     if not description.router:
         if unused := [option for option in _OF_ROUTERS if option in allowed]:
             raise ValueError(f"{where} goes on routing by itself: leave out {', '.join(unused)}")
-        name, block = f"{name}.experts", experts
         routing = {"top_k": 1, "unnormalized_weights": True}  # the block may have any K
     options = {"capacity_factor": 0.0, **routing, **allowed}
     config = MoEConfig(num_experts=projections.shape[0], **options)
-    return SparseBlock(name, block, experts, description, config)
+    place = (name, block) if description.router else (f"{name}.experts", experts)
+    found = SparseBlock(*place, experts, description, config)
+    check_same(found, block, where, modes)
+    return found
 
 
 @torch.no_grad()
@@ -149,15 +154,8 @@ def _make_layer(
     if parts.bias and layer.gate.load_bias is not None:
         layer.gate.load_bias.copy_(tensor_at(block.module, parts.bias).flatten())
     if parts.shared:
-        gate = getattr(block.module, parts.shared_gate) if parts.shared_gate else None
-        layer.shared_expert = KeptShared(getattr(block.module, parts.shared), gate)
+        layer.shared_expert = shared_of(block.module, parts)
     return layer.train(block.module.training)
-
-
-def tensor_at(block: nn.Module, path: str) -> torch.Tensor:
-    """Return a parameter or buffer by its path."""
-    owner, _, name = path.rpartition(".")
-    return getattr(block.get_submodule(owner), name).detach()
 
 
 def matching_parameters(

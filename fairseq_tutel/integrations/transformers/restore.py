@@ -12,8 +12,8 @@ from ...moe.model import unwrap
 from ...training import full_state_dict
 from .blocks import Description
 from .experts import Projections
-from .layers import ChosenExperts, KeptRouter
-from .replace import matching_parameters, tensor_at
+from .layers import ChosenExperts, KeptRouter, tensor_at
+from .replace import matching_parameters
 
 
 @torch.no_grad()

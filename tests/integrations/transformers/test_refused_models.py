@@ -10,6 +10,7 @@ from torch import nn
 
 from fairseq_tutel import training
 from fairseq_tutel.integrations.transformers import original_state_dict, replace_moe, restore_moe
+from fairseq_tutel.moe import MoELayer
 
 pytestmark = pytest.mark.extras
 
@@ -106,10 +107,6 @@ REFUSED = {
     "meta": (on_meta, {}, rf"{FIRST}\.experts.gate_up_proj is on the meta device"),
     "twice": (twice, {}, "MixtralForCausalLM has no sparse blocks inside: no module with"),
     "dense": (lambda: make("llama"), {}, "no sparse blocks inside"),
-    "jitter": (lambda: make("mixtral", router_jitter_noise=0.1), {}, f"{FIRST}: jitter_noise=0.1"),
-    "top-1": (
-        lambda: make("mixtral", num_experts_per_tok=1), {}, f"{FIRST}: the weight of a token's one",
-    ),
     "decided": (lambda: make("mixtral"), {"top_k": 1, "hidden_dim": 5}, "decide hidden_dim, top_k"),
     "contradiction": (
         lambda: make("olmoe", norm_topk_prob=False), {"normalize_before_dropping": True},
@@ -128,12 +125,30 @@ def test_what_cannot_be_replaced_is_refused_by_name(build, options, words):
     assert [type(module) for module in model.modules()] == before
 
 
-def test_misspelt_options_and_allowed_jitter():
+def test_misspelt_options():
     with pytest.raises(TypeError, match="overlap_degre=.*did you mean"):
         replace_moe(make("mixtral"), overlap_degre=2)
-    model = make("mixtral", router_jitter_noise=0.1)
-    replace_moe(model, input_jitter=0.1)
-    assert model.model.layers[0].mlp.config.input_jitter == 0.1
+
+
+@pytest.mark.parametrize("options, own_routing", [
+    ({"router_jitter_noise": 0.1}, True),
+    ({"num_experts_per_tok": 1}, True),  # its weight is 1, which no option says
+    ({"router_jitter_noise": 0.1, "input_jitter": 0.1}, False),
+], ids=["jitter", "top-1", "jitter of the layer"])  # fmt: skip
+def test_what_no_option_says_stays_with_the_models_block(options, own_routing):
+    options = dict(options)
+    moe = {name: options.pop(name) for name in ("input_jitter",) if name in options}
+    model, dense = (make("mixtral", **options).train() for _ in range(2))
+    replace_moe(model, **moe)
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, MoELayer) != own_routing
+    if own_routing:
+        torch.manual_seed(3)
+        want = dense(tokens())[0]
+        torch.manual_seed(3)
+        torch.testing.assert_close(model(tokens())[0], want, rtol=1e-4, atol=1e-4)
+    else:
+        assert layer.config.input_jitter == 0.1
 
 
 def test_a_load_bias_has_no_way_back():

@@ -105,7 +105,11 @@ def make(folder: str, **more: Any) -> nn.Module:
     cls = model_class(folder)
     kind = cls.config_class
     own = OWN.get(folder, {})
-    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    is_dataclass = dataclasses.is_dataclass(kind)  # since transformers 5.6
+    options = (
+        dataclasses.fields(kind) if is_dataclass else inspect.signature(kind).parameters.values()
+    )
+    known = {option.name for option in options} | set(kind.attribute_map)
     given = {name: value for name, value in SIZES.items() if name in known}
     torch.manual_seed(0)
     model = cls(kind(**{**given, **own, **more})).eval()
