@@ -140,6 +140,14 @@ def test_what_differs_in_training_becomes_copies(forward, dropout):
         assert (experts.activation_dropout, experts.dropout) == dropout
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_limit_that_only_the_blocks_own_weights_reach(dtype):
+    block = two(lambda s, x, _: s.down(torch.relu(s.up(x)).clamp(max=1e4))).to(dtype)
+    assert kind_of(replaced(block)) == "Experts"
+    block.up.weight.data *= 1e3
+    assert kind_of(replaced(block)) == "ExpertList"
+
+
 def drop_path(s, x, t):
     keep = x.new_empty((len(x), *[1] * (x.dim() - 1))).bernoulli_(0.9) if t else 1
     return s.down(torch.relu(s.up(x))) * keep

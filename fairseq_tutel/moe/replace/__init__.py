@@ -6,8 +6,8 @@
 
 A block is known by what it computes, not by its class. Random weights are drawn into a copy, the
 copy is run in evaluation and in training, and its outputs and gradients are compared with those of
-the built-in experts. If no built-in network gives the same numbers, every expert is a copy of the
-block, and the copies run one after the other.
+the built-in experts. So are the block's outputs by its own weights. If no built-in network gives
+the same numbers, every expert is a copy of the block, and the copies run one after the other.
 """
 
 from __future__ import annotations
