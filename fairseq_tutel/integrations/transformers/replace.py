@@ -24,8 +24,9 @@ _DECIDED = (
 # options of routing without effect on a layer whose block goes on routing
 _OF_ROUTERS = (
     "balance_choices", "balance_over", "balance_scope", "batch_prioritized", "drop_policy",
-    "gate_noise", "input_jitter", "load_bias", "load_bias_rate", "load_importance_loss",
-    "normalize_before_dropping", "overflow_rerouting", "second_expert_policy", "z_loss_weight",
+    "force_load", "gate_noise", "input_jitter", "load_bias", "load_bias_rate",
+    "load_importance_loss", "normalize_before_dropping", "overflow_rerouting",
+    "second_expert_policy", "z_loss_weight",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed import process_world, sum_tensor_over_ranks_
-from ...moe import MoELayer
+from ...moe import MoEConfig, MoELayer
 from ...moe.experts import LoRAExperts
 from ...moe.model import unwrap
 from ...training import full_state_dict
@@ -14,6 +14,12 @@ from .blocks import Description
 from .experts import Projections
 from .layers import ChosenExperts, KeptRouter, tensor_at
 from .replace import matching_parameters
+
+# options that change what a layer computes in evaluation
+_IN_EVALUATION = (
+    "eval_capacity_factor", "eval_capacity_token_fraction", "expert_output_masking",
+    "final_output_masking", "force_load", "route_scale",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -27,7 +33,8 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         blocks (dict): result of ``replace_moe``.
 
     Raises:
-        ValueError: a layer has LoRA, or a load bias, which the original router cannot hold.
+        ValueError: a layer computes something in evaluation that the original block cannot hold:
+            LoRA, a load bias, a capacity, output masking, another ``route_scale``.
     """
     model = unwrap(model)
     for name, layer in _layers(model, blocks).items():
@@ -88,7 +95,7 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
 
 
 def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoELayer]:
-    """Return the layers at the places of the blocks; raise ValueError for LoRA or a load bias."""
+    """Return the layers at the places of the blocks; raise ValueError if these cannot hold them."""
     layers = {name: model.get_submodule(name) for name in blocks}
     for name, layer in layers.items():
         ours = isinstance(layer, ChosenExperts) or (
@@ -104,7 +111,31 @@ def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoEL
                 f"{name} chooses experts by a load bias, which the original router cannot hold: "
                 "drop the bias with layer.gate.load_bias.zero_()"
             )
+        if lost := _lost_options(layer):
+            first = next(iter(lost))
+            raise ValueError(
+                f"{name} has {', '.join(f'{key}={value}' for key, value in lost.items())}, which "
+                f"the original block cannot hold: layer.config = dataclasses.replace(layer.config, "
+                f"{first}={getattr(MoEConfig, first)!r}) drops it"
+            )
     return layers
+
+
+def _lost_options(layer: MoELayer) -> dict[str, object]:
+    """Return the options in force in evaluation that the block does not have."""
+    own = _parts_of(layer).routing
+    values = {name: getattr(layer.config, name) for name in _IN_EVALUATION}
+    return {k: value for k, value in values.items() if value != own.get(k, getattr(MoEConfig, k))}
+
+
+def check_restorable(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError if training would end in layers that the blocks cannot hold."""
+    for name, layer in _layers(unwrap(model), blocks).items():
+        if layer.config.moves_load_bias and not _parts_of(layer).bias:
+            raise ValueError(
+                f"{name} has load_bias={layer.config.load_bias!r}, which the original router "
+                "cannot hold: leave out blocks= or load_bias="
+            )
 
 
 def _parts_of(layer: MoELayer) -> Description:

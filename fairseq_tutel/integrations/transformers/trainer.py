@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import nn
@@ -13,7 +14,8 @@ from transformers import Trainer, TrainerCallback
 from ... import training
 from ...moe.experts import LoRAExperts
 from ...moe.model import moe_layers
-from .restore import original_state_dict
+from .layers import ChosenExperts
+from .restore import check_restorable, original_state_dict
 
 TESTED = ">=5.23,<6"  # versions of transformers
 _FILE = "run.pt"  # weights and optimizer state of all ranks, in each checkpoint-N
@@ -37,9 +39,12 @@ class MoETrainer(Trainer):
     If the experts have LoRA, ``save_model`` also calls ``training.save_lora`` for the folder
     ``experts`` (training/LORA.md).
 
-    It refuses DeepSpeed, FSDP, ``nn.DataParallel``, ``load_best_model_at_end`` together with
-    ``save_only_model``, adapters that would not be trained or saved (ValueError), and a
-    transformers with other private methods (ImportError).
+    It refuses DeepSpeed, FSDP, ``nn.DataParallel``, re-entrant activation checkpointing together
+    with ``aux_weight``, ``load_best_model_at_end`` together with ``save_only_model``, layers that
+    ``blocks`` cannot hold, adapters that would not be trained or saved (ValueError), and a
+    transformers with other private methods (ImportError). It warns of layers without a balance
+    loss, of a second balance loss (``output_router_logits=True``), and of padding, which counts in
+    balance losses.
     """
 
     def __init__(
@@ -52,7 +57,11 @@ class MoETrainer(Trainer):
         _check_version()
         super().__init__(*args, **kwargs)
         self.aux_weight, self.blocks = aux_weight, blocks
+        self._warned: set[str] = set()
+        layers = moe_layers(self.model)
+        self._routing = [x for x in layers.values() if not isinstance(x, ChosenExperts)]
         self._check_arguments()
+        self._warn_of_layers(layers)
         training.prepare_data_parallel(self.model)
         if self.accelerator.scaler is not None:  # one rank's overflow: all ranks skip the step
             self.accelerator.scaler = training.grad_scaler(self.args.device.type)
@@ -72,6 +81,13 @@ class MoETrainer(Trainer):
             raise ValueError(
                 "load_best_model_at_end needs whole checkpoints: save_only_model=False"
             )
+        if self.aux_weight and self._routing and self._reenters():
+            raise ValueError(
+                "re-entrant activation checkpointing loses the gradient of the load balancing "
+                "losses: give use_reentrant=False, or aux_weight=0"
+            )
+        if self.blocks is not None:
+            check_restorable(self.model, self.blocks)
         for name, layer in moe_layers(self.model).items():
             if isinstance(layer.experts, LoRAExperts):
                 if self.blocks is not None:
@@ -87,12 +103,54 @@ class MoETrainer(Trainer):
                     "give load_bias='none', or adapt the experts too (add_lora)"
                 )
 
+    def _reenters(self) -> bool:
+        """Return whether activation checkpointing runs layers without gradients first."""
+        given = dict(self.args.activation_checkpointing_kwargs or {})
+        given = {k: v for k, v in given.items() if k not in ("every_n_layers", "offload")}
+        asked = [given] if self.args.activation_checkpointing and given else []
+        for module in self.model.modules():  # checkpointing that was switched on before
+            if getattr(module, "gradient_checkpointing", False):
+                function = getattr(module, "_gradient_checkpointing_func", None)
+                asked.append(getattr(function, "keywords", {"use_reentrant": False}))
+        return any(each.get("use_reentrant") is not False for each in asked)  # torch's default
+
+    def _warn_of_layers(self, layers: Mapping[str, nn.Module]) -> None:
+        silent = len(layers) - len(self._routing)
+        if self.aux_weight and silent:
+            warnings.warn(
+                f"aux_weight={self.aux_weight} has no effect on {silent} of {len(layers)} MoE "
+                "layers, whose blocks go on routing: balance them by the model's own loss, such "
+                "as output_router_logits=True",
+                stacklevel=3,
+            )
+
+    def _warn_of_batch(self, inputs: Mapping[str, Any], outputs: Any) -> None:
+        """Warn once each of a second balance loss and of padding, in the first update."""
+        texts, mask = [], inputs.get("attention_mask")
+        if self.aux_weight and getattr(outputs, "aux_loss", None) is not None:
+            texts.append(
+                "two balance losses are added, the model's (output_router_logits=True) and "
+                f"aux_weight={self.aux_weight}: set one of them to zero"
+            )
+        balances = self.aux_weight or any(x.config.moves_load_bias for x in self._routing)
+        if balances and torch.is_tensor(mask) and mask.dim() == 2 and not mask.all():
+            texts.append(
+                "attention_mask has padding, which the layers' balance losses and load biases "
+                "count as tokens: pack the sequences, or sort them by length"
+            )
+        for text in texts:
+            if text not in self._warned:
+                self._warned.add(text)
+                warnings.warn(text, stacklevel=3)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss, in training with the load balancing losses."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with training.collect_aux(model) as aux:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.state.global_step == 0 and self._routing:
+            self._warn_of_batch(inputs, outputs)
         if self._passes is not None:
             self._passes.append(aux)
         weight = self.aux_weight
@@ -102,7 +160,8 @@ class MoETrainer(Trainer):
             is_scaled = by_model or self.compute_loss_func is not None
         if is_scaled:  # nobody divides the loss by the number of micro-batches, as in Trainer
             weight /= self.current_gradient_accumulation_steps
-        loss = loss + weight * aux.loss
+        if weight:  # else losses without gradient do no harm
+            loss = loss + weight * aux.loss
         return (loss, outputs) if return_outputs else loss
 
     def save_model(self, output_dir=None, _internal_call=False):

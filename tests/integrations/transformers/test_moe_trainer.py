@@ -3,6 +3,9 @@
 Training on several ranks, clipping and resuming: tests/examples/test_hosts.py.
 """
 
+import re
+import warnings
+
 import pytest
 import torch
 from helpers.assertions import assert_same_state
@@ -163,10 +166,65 @@ def test_another_version_is_named(monkeypatch, tmp_path):
         trainer.MoETrainer(model, args)
 
 
-def test_options_that_lose_experts_are_refused(tmp_path):
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": STEPS}
+REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {
+    "use_reentrant": True
+}}  # fmt: skip
+# options of the layer, of TrainingArguments, and of activation checkpointing before -> words
+REFUSED = {
+    "no experts in checkpoints": ({}, {**BEST, "save_only_model": True}, None, "whole checkpoints"),
+    "re-entrant": ({}, REENTRANT, None, "give use_reentrant=False, or aux_weight=0"),
+    "re-entrant by torch's default": (
+        {}, {**REENTRANT, "activation_checkpointing_kwargs": {"debug": True}}, None, "re-entrant",
+    ),
+    "re-entrant before": ({}, {}, {"use_reentrant": True}, "re-entrant"),
+    "route_scale": ({"route_scale": 2.0}, {}, None, "route_scale=2.0, which the original block"),
+    "load bias": ({"load_bias": "sign"}, {}, None, "load_bias='sign', which the original router"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moe, given, before, words", REFUSED.values(), ids=REFUSED)
+def test_what_would_lose_experts_or_losses_is_refused(moe, given, before, words, tmp_path):
     model = make("mixtral")
+    blocks = replace_moe(model, **moe)
+    if before is not None:
+        model.activation_checkpointing_enable(before)
+    args = transformers.TrainingArguments(str(tmp_path), **{**OPTIONS, **given})
+    with pytest.raises(ValueError, match=words):
+        trainer.MoETrainer(model, args, eval_dataset=samples(), blocks=blocks)
+
+
+def padded():
+    short = {"attention_mask": torch.tensor([1] * 6 + [0] * 3)}
+    return [{**sample, **short} for sample in samples()]
+
+
+TWO = r"two balance losses are added, the model's .* and aux_weight=0.5"
+COUNTED = "attention_mask has padding, which the layers' balance losses and load biases count"
+SILENT = "aux_weight=0.5 has no effect on 3 of 3 MoE layers, whose blocks go on routing"
+# model, its options, aux_weight, samples, warnings
+WARNED = {
+    "none": ("mixtral", {}, 0.5, samples, []),
+    "two balance losses": ("mixtral", {"output_router_logits": True}, 0.5, samples, [TWO]),
+    "the model's alone": ("mixtral", {"output_router_logits": True}, 0.0, samples, []),
+    "padding": ("mixtral", {}, 0.5, padded, [COUNTED]),
+    "padding without losses": ("mixtral", {}, 0.0, padded, []),
+    "experts alone": ("gpt_oss", {}, 0.5, padded, [SILENT]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options, weight, data, words", WARNED.values(), ids=WARNED)
+def test_what_counts_twice_or_not_at_all_is_warned_of_once(
+    name, options, weight, data, words, tmp_path
+):
+    model = make(name, **options).train()
     replace_moe(model)
-    options = {**OPTIONS, "eval_strategy": "steps", "eval_steps": STEPS, "save_only_model": True}
-    args = transformers.TrainingArguments(str(tmp_path), load_best_model_at_end=True, **options)
-    with pytest.raises(ValueError, match="needs whole checkpoints: save_only_model=False"):
-        trainer.MoETrainer(model, args, eval_dataset=samples())
+    args = transformers.TrainingArguments(str(tmp_path), save_strategy="no", **OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.MoETrainer(model, args, train_dataset=data(), aux_weight=weight).train()
+    texts = [str(each.message) for each in caught]
+    ours = [text for text in texts if re.search("balance|aux_weight|padding", text)]
+    assert len(ours) == len(words)
+    for text, word in zip(ours, words, strict=True):
+        assert re.match(word, text)

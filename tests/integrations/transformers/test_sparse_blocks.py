@@ -1,5 +1,7 @@
 """A block built as transformers 5 builds its own, by their formula and without transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,8 @@ from fairseq_tutel.integrations.transformers import (
     restore_moe,
 )
 from fairseq_tutel.integrations.transformers.layers import ChosenExperts
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.integrations.transformers.replace import _DECIDED
+from fairseq_tutel.moe import MoEConfig, MoELayer
 
 E, K, M, F = 5, 3, 8, 6
 
@@ -180,16 +183,17 @@ class GroupedRouter(nn.Module):
 
 
 class GroupedBlock(nn.Module):
-    def __init__(self, fill):
+    def __init__(self, fill=-torch.inf, name="gate"):
         super().__init__()
-        self.gate, self.experts = GroupedRouter(), Called()
+        self.add_module(name, GroupedRouter())
+        self.router, self.experts = (self.get_submodule(name),), Called()
         self.experts.gate_up_proj = nn.Parameter(torch.randn(8, 2 * F, M))
         self.experts.down_proj = nn.Parameter(torch.randn(8, M, F))
-        self.gate.fill = fill
+        self.router[0].fill = fill
 
     def forward(self, x):
         rows = x.flatten(0, -2)
-        _, weights, index = self.gate(rows)
+        _, weights, index = self.router[0](rows)
         return self.experts(rows, index, weights).view(x.shape)
 
 
@@ -210,7 +214,7 @@ class WeightsOfAll(GroupedBlock):
 
     def forward(self, x):
         rows = x.flatten(0, -2)
-        _, weights, index = self.gate(rows)
+        _, weights, index = self.router[0](rows)
         weights = torch.zeros(len(rows), 8).scatter(1, index, weights)
         return self.experts(rows, index, weights).view(x.shape)
 
@@ -259,7 +263,7 @@ REFUSED = {
         r"1\.experts\.down_proj is quantised \(torch.int8\)",
     ),
     "weights of all": (
-        lambda: [WeightsOfAll(-torch.inf)], r"choices and weights have the shapes .*8, 2.*8, 8",
+        lambda: [WeightsOfAll()], r"choices and weights have the shapes .*8, 2.*8, 8",
     ),
     "one block twice": (lambda: [MySparseBlock()] * 2, r"1.experts shares weights with 2.experts"),
     "one experts module": (shared("experts"), r"1.experts shares weights with 2.experts.gate_up"),
@@ -275,3 +279,68 @@ def test_what_cannot_be_replaced_is_refused_by_name(make, words):
     with pytest.raises(ValueError, match=words):
         replace_moe(model)
     assert list(model)[1:] == blocks
+
+
+# an option of routing -> another value than its default, and what that value needs
+OPTIONS = {
+    "capacity_factor": {"capacity_factor": 0.5},
+    "eval_capacity_factor": {"eval_capacity_factor": 0.5},
+    "eval_capacity_token_fraction": {"eval_capacity_token_fraction": 0.1},
+    "second_expert_policy": {"second_expert_policy": "random"},
+    "normalize_before_dropping": {"normalize_before_dropping": True},
+    "batch_prioritized": {"batch_prioritized": True},
+    "use_pad_mask": {"use_pad_mask": True},
+    "gating_fp32": {"gating_fp32": False},
+    "gate_noise": {"gate_noise": 1.0},
+    "input_jitter": {"input_jitter": 0.5},
+    "input_dropout": {"input_dropout": 0.5},
+    "z_loss_weight": {"z_loss_weight": 0.1},
+    "load_importance_loss": {"load_importance_loss": True, "gate_noise": 1.0},
+    "balance_scope": {"balance_scope": "update"},
+    "balance_choices": {"balance_choices": "all"},
+    "balance_over": {"balance_over": "all"},
+    "load_bias": {"load_bias": "sign"},
+    "load_bias_rate": {"load_bias": "sign", "load_bias_rate": 0.1},
+    "drop_policy": {"drop_policy": "random"},
+    "overflow_rerouting": {"overflow_rerouting": 1},
+    "route_scale": {"route_scale": 2.0},
+    "expert_output_masking": {"expert_output_masking": 0.5},
+    "final_output_masking": {"final_output_masking": 0.5},
+    "local_drop": {"local_drop": 0.5},
+    "benchmark": {"benchmark": True},
+    "force_load": {"force_load": "1", "benchmark": True},
+}
+
+
+def test_the_table_has_all_options_of_routing():
+    fields = {field.name for field in dataclasses.fields(MoEConfig)}
+    assert OPTIONS.keys() == fields - set(_DECIDED)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: MySparseBlock(norm=True), lambda: GroupedBlock(name="chooser")],
+    ids=["block", "experts"],
+)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_restored_block_computes_what_the_layer_did_or_is_refused(option, make):
+    model, x = nn.Sequential(nn.Linear(M, M), make()).eval(), torch.randn(40, M)
+    with torch.no_grad():
+        dense = model(x)
+        try:
+            blocks = replace_moe(model, **OPTIONS[option])
+        except ValueError as error:
+            assert option in str(error) and "goes on routing by itself: leave out" in str(error)
+            return
+        want = model(x)
+        if torch.allclose(want, dense, atol=1e-5):
+            restore_moe(model, blocks)
+            torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+            return
+    (layer,) = (each for each in model.modules() if isinstance(each, MoELayer))
+    for back in (restore_moe, original_state_dict):
+        with pytest.raises(ValueError, match=rf"has {option}=.*the original block cannot hold"):
+            back(model, blocks)
+    layer.config = dataclasses.replace(layer.config, **{option: getattr(MoEConfig, option)})
+    restore_moe(model, blocks)
+    torch.testing.assert_close(model(x), dense, rtol=1e-5, atol=1e-5)
