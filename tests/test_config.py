@@ -74,7 +74,7 @@ DRAWN = {**BIAS, "second_expert_policy": "sampling"}
     [
         (MoEConfig, {"top_k": 5}, ["top_k=5 ", " 4"]),
         (MoEConfig, {"router": "hash"}, ["'hash'", "cosine, linear"]),
-        (MoEConfig, {"load_importance_loss": True}, ["needs a gate_noise > 0"]),
+        (MoEConfig, {"load_importance_loss": True}, ["needs gate_noise"]),
         (MoEConfig, DRAWN, ["load_bias='sign'", "second_expert_policy='all'", "'sampling'"]),
         (MoEConfig, {**BIAS, "top_k": 4}, ["load_bias='sign'", "top_k=4"]),
         (MoEConfig, {**BIAS, **LOADS}, ["load_importance_loss", "load_bias='sign'"]),

@@ -81,12 +81,14 @@ class ExchangeConfig:
         "with `balance_ranks`, rows of the busiest rank, as a multiple of the mean, that are left "
         "as they are",
         at_least(1),
+        needs=["balance_ranks"],
     )
     balance_min_rows: int = option(
         0,
         "with `balance_ranks`, rows that pay for moving an expert's weights once; 0: measured when "
         "first needed, so that the rounding of sums differs between runs",
         at_least(0),
+        needs=["balance_ranks"],
     )
 
     def __post_init__(self):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .options import OptionError, at_least, check_options, documented, option
+from .options import at_least, check_options, documented, option
 from .registry import EXPERTS, Options
 
 
@@ -37,6 +37,7 @@ class ExpertConfig:
         "same",
         "format of what 'lean' keeps: that of the rows, bf16, or fp8 (e4m3, a scale per row)",
         choices=("same", "bf16", "fp8"),
+        needs=["activation_memory=lean"],
     )
     shared_expert_dim: int = option(
         0,
@@ -48,6 +49,7 @@ class ExpertConfig:
         False,
         "multiply that dense expert's output by the sigmoid of a linear map of the token, as "
         "Qwen1.5-MoE does",
+        needs=["shared_expert_dim"],
     )
     expert_options: Options | Mapping[str, Any] | None = option(
         None, "the network's own options, by name or as an object of its class ``Options``"
@@ -55,7 +57,3 @@ class ExpertConfig:
 
     def __post_init__(self):
         check_options(self)
-        if self.activation_storage != "same" and self.activation_memory != "lean":
-            raise OptionError("`activation_storage` is for `activation_memory` lean")
-        if self.shared_expert_gate and not self.shared_expert_dim:
-            raise OptionError("`shared_expert_gate` needs a `shared_expert_dim` > 0")

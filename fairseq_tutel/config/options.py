@@ -76,6 +76,7 @@ def option(
     note: str = "",
     or_auto: bool = False,
     group: str | None = None,
+    needs: Sequence[str] = (),
 ) -> Any:
     """Return a field for a dataclass of options.
 
@@ -92,6 +93,8 @@ def option(
         note: end of the help text on the command line.
         or_auto: the command line also accepts ``auto``.
         group: section of the help (default: that of the dataclass).
+        needs: options of which one must be given (``name``, or ``name=value``), or the option has
+            no effect (default: none). :func:`check_needs` reads it.
     """
     if allowed is None and isinstance(default, (int, float)) and not isinstance(default, bool):
         allowed = FINITE
@@ -107,6 +110,7 @@ def option(
         "flag_default": flag_default,
         "or_auto": or_auto,
         "group": group,
+        "needs": tuple(needs),
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -165,6 +169,7 @@ def check_options(options: Any) -> None:
             listing = ", ".join(map(str, choices))
             raise ValueError(f"{field.name}={value!r} is unknown; choose one of {listing}")
     check_ranges(options, type(options), as_argument)
+    check_needs(options, type(options))
     for field in dataclasses.fields(options):
         if (registry := field.metadata.get("registry")) is None:
             continue
@@ -174,9 +179,9 @@ def check_options(options: Any) -> None:
             object.__setattr__(options, name, registry.options(chosen, getattr(options, name)))
 
 
-def as_flag(name: str, value: Any) -> str:
+def as_flag(name: str, value: Any = "") -> str:
     """Return an option as on a command line: ``--moe-gate-noise 0.5``."""
-    return f"--{name.replace('_', '-')} {value}"
+    return f"--{name.replace('_', '-')} {value}".rstrip()
 
 
 def as_argument(name: str, value: Any) -> str:
@@ -194,6 +199,30 @@ def check_ranges(values: Any, options: type, spell: Callable[[str, Any], str] = 
             wrong.append(f"{spell(field.name, value)} {allowed.objection(value)}")
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def _in_backticks(name: str, value: Any = None) -> str:
+    return f"`{name}`" if value is None else f"`{name}={value!r}`"
+
+
+def check_needs(values: Any, options: type, spell: Callable[..., str] = _in_backticks) -> None:
+    """Raise OptionError for an option that is not at its default, but lacks what it needs.
+
+    ``values`` may lack options of the dataclass. ``spell`` writes a name, with or without a value.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+
+    def is_met(need: str) -> bool:
+        name, _, wanted = need.partition("=")
+        given = getattr(values, name, None)
+        return str(given) == wanted if wanted else given not in (None, defaults.get(name, False))
+
+    for field in dataclasses.fields(options):
+        needs, value = field.metadata.get("needs"), getattr(values, field.name, None)
+        if not needs or value in (None, field.default) or any(map(is_met, needs)):
+            continue
+        wanted = " or ".join(spell(*need.split("=")) for need in needs)
+        raise OptionError(f"{spell(field.name, value)} needs {wanted}")
 
 
 def in_range(kind: type, allowed: Range) -> Callable[[str], Any]:

@@ -111,6 +111,7 @@ class MoEConfig:
         "load and importance losses (arXiv 1701.06538, appendix A) in place of GShard's balance "
         "loss; needs `gate_noise` > 0",
         group="balance",
+        needs=["gate_noise"],
     )
     balance_scope: str = option(
         "rank",
@@ -147,7 +148,9 @@ class MoEConfig:
         choices=("none", "sign", "quantile", "frozen"),
         group="balance",
     )
-    load_bias_rate: float = option(0.001, "step of `load_bias='sign'`", above(0), group="balance")
+    load_bias_rate: float = option(
+        0.001, "step of `load_bias='sign'`", above(0), group="balance", needs=["load_bias=sign"]
+    )
     score_function: str = option(
         "softmax",
         "gate values: 'softmax' of the logits, or 'sigmoid' of each (arXiv 2412.19437, equation "
@@ -161,13 +164,17 @@ class MoEConfig:
         at_least(1),
     )
     top_groups: int = option(
-        1, "groups that a token may choose from, with `num_expert_groups` > 1", at_least(1)
+        1,
+        "groups that a token may choose from, with `num_expert_groups` > 1",
+        at_least(1),
+        needs=["num_expert_groups"],
     )
     group_score: str = option(
         "top2",
         "score of a group: 'top2': sum of its two largest scores (DeepSeek-V3); 'max': its largest "
         "(DeepSeek-V2, arXiv 2405.04434). Scores contain the load bias",
         choices=("top2", "max"),
+        needs=["num_expert_groups"],
     )
     drop_policy: str = option(
         "position",
@@ -246,8 +253,6 @@ class MoEConfig:
     def _check_load_importance_loss(self) -> None:
         if not self.load_importance_loss:
             return
-        if self.gate_noise <= 0:
-            raise OptionError("`load_importance_loss` needs a `gate_noise` > 0")
         others = ["balance_scope", "balance_choices", "load_bias", "score_function", "null_experts"]
         others.append("num_expert_groups")
         for name in others:

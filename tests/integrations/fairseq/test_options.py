@@ -15,10 +15,12 @@ from helpers.training import convert
 import fairseq_tutel
 from fairseq_tutel.__main__ import main
 from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config.options import flag_name
 from fairseq_tutel.integrations.fairseq.criterions import CRITERIONS
 from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES, TransformerLMGPTMoEConfig
 from fairseq_tutel.integrations.fairseq.models.transformer_fields import FlatTransformerConfig
 from fairseq_tutel.integrations.fairseq.options import help
+from fairseq_tutel.integrations.fairseq.options.fields import CONFIGS
 from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_options
 
 ARCH = "transformer_lm_gpt_moe"
@@ -220,6 +222,60 @@ def test_conflicts_end_the_program_before_anything_is_built(words):
     assert str(caught.value).startswith("error: ")
     for fragment in CONFLICTS[words].split(" | "):
         assert fragment in str(caught.value)
+
+
+# an option that has no effect without another one: some value, and what turns it on
+PARENTS = {
+    "moe_load_bias_rate": ("0.5", "--moe-load-bias sign --moe-second-expert-policy all"),
+    "moe_top_groups": ("2", "--moe-num-expert-groups 2 --moe-second-expert-policy all"),
+    "moe_group_score": ("max", "--moe-num-expert-groups 2 --moe-second-expert-policy all"),
+    "moe_load_importance_loss": ("", "--moe-gate-noise 1"),
+    "moe_activation_storage": ("bf16", "--moe-activation-memory lean"),
+    "moe_shared_expert_gate": ("", "--moe-shared-expert-ffn-dim 8"),
+    "moe_balance_tolerance": ("2", "--moe-balance-ranks"),
+    "moe_balance_min_rows": ("2", "--moe-balance-ranks"),
+    "moe_lora_alpha": ("4", "--moe-lora-rank 2"),
+    "moe_growth_updates": ("9", "--moe-grow-at 9:16"),
+    "moe_tune_steps": ("3", "--moe-exchange auto"),
+    "moe_tune_max_loss": ("0.5", "--moe-exchange auto"),
+    "moe_trace_interval": ("2", "--moe-trace folder"),
+    "moe_force_load": ("1", "--moe-benchmark"),
+    "moe_tune_file": ("x.json", "--moe-exchange auto"),
+    "cmr_gate_loss_wt": ("0.1", "--moe-cmr"),
+    "cmr_gate_loss_p": ("0.1", "--moe-cmr --cmr-gate-loss-wt 0.1"),
+    "moe_cmr_xgpu": ("", "--moe-cmr --cmr-gate-loss-wt 0.1"),
+    "cmr_gate_drop": ("0.1", "--moe-cmr"),
+}
+
+
+# These only say which value of another option they do not go with.
+NOT_CHILDREN = {
+    "moe_gating_use_fp32", "moe_expert_dtype", "moe_num_expert_groups", "moe_load_bias",
+}  # fmt: skip
+BESIDE_ANOTHER = r"with --moe|for an 'auto'|step of --|[Nn]eeds --moe|^> 0: --|^in training, --"
+
+
+def test_the_table_has_all_options_that_need_another():
+    own = [field for group in help.own_options().values() for field in group]
+    frozen = [field for config in CONFIGS for field in dataclasses.fields(config)]
+    stated = {flag_name(field) for field in frozen if field.metadata["needs"]}
+    stated |= {field.name for field in own if field.metadata.get("needs")}
+    told = {field.name for field in own if re.search(BESIDE_ANOTHER, field.metadata["help"])}
+    assert PARENTS.keys() == stated | told - NOT_CHILDREN
+
+
+@pytest.mark.parametrize("option", PARENTS)
+def test_an_option_without_what_it_needs_is_refused(option):
+    value, parent = PARENTS[option]
+    flag = f"--{option.replace('_', '-')}"
+    words = ["--moe-expert-count", "8", flag, *value.split()]
+    given = {"arch": ARCH}
+    if "cmr" in option:
+        given, words = {"arch": "transformer_moe"}, ["--task", "translation", "data", *words]
+    parse(*words, *parent.split(), **given)
+    first = parent.split()[-2 if "wt" in parent else 0]
+    with pytest.raises(SystemExit, match=f"^error: {flag}.* {first}| nothing is tuned"):
+        parse(*words, **given)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,20 @@ class BudgetOptions:
         "conditional routing (--moe-cmr)",
         at_least(0),
         group="balance",
+        needs=["moe_cmr"],
     )
     cmr_gate_loss_p: float = option(
-        1.0, "share of the experts in conditional routing, 0..1", FRACTION, group="balance"
+        1.0,
+        "share of the experts in conditional routing, 0..1",
+        FRACTION,
+        group="balance",
+        needs=["cmr_gate_loss_wt"],
     )
     moe_cmr_xgpu: bool = option(
-        False, "the mean of that share is one over all ranks, not of each", group="balance"
+        False,
+        "the mean of that share is one over all ranks, not of each",
+        group="balance",
+        needs=["cmr_gate_loss_wt"],
     )
 
 

@@ -30,6 +30,7 @@ class ConditionalRoutingOptions:
         "scaled up, beyond 1",
         Range(0, 1, high_open=True),
         group="routing",
+        needs=["moe_cmr"],
     )
 
 

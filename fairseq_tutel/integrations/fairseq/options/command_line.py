@@ -11,7 +11,8 @@ import importlib.util
 import logging
 from typing import Any
 
-from ....config.options import option
+from ....config.options import as_flag, check_needs, option
+from ..criterions.conditional_routing import BudgetOptions
 from .options import run_options
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,9 @@ def apply_rules(row: Any, args: argparse.Namespace) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(row.schema)}
     try:
         run_options(argparse.Namespace(**{**defaults, **vars(args)}), row.config)
+        # not in run_options: a checkpoint's options, of which some were switched off, stay loadable
+        for config in (row.config, BudgetOptions):
+            check_needs(args, config, as_flag)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 

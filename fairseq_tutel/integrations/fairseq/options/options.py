@@ -31,6 +31,7 @@ _size, _routing, _communication, _debugging = (
     functools.partial(option, group=group)
     for group in ("size", "routing", "communication", "debugging")
 )
+_AUTOS = [f"{flag}=auto" for flag in TUNED.values()]
 
 
 @dataclass
@@ -44,7 +45,10 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
         at_least(0),
     )
     moe_lora_alpha: float = _size(
-        16.0, "with --moe-lora-rank: factor of the updates, divided by the rank", above(0)
+        16.0,
+        "with --moe-lora-rank: factor of the updates, divided by the rank",
+        above(0),
+        needs=["moe_lora_rank"],
     )
     moe_freq: int = _size(
         2,
@@ -63,6 +67,7 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
         0,
         "> 0: --moe-grow-at keeps the model's function; new experts come in over so many updates",
         at_least(0),
+        needs=["moe_grow_at"],
     )
     moe_expert_ffn_dim: Optional[int] = _size(
         None,
@@ -90,10 +95,13 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
         "with fewer experts than ranks, a rank holds a whole expert, or a slice of its units",
     )
     moe_tune_steps: int = _communication(
-        5, "steps of each trial for an 'auto'; the first one is not measured", at_least(2)
+        5,
+        "steps of each trial for an 'auto'; the first one is not measured",
+        at_least(2),
+        needs=_AUTOS,
     )
     moe_tune_max_loss: float = _communication(
-        0.02, "share of the run's time that trials for an 'auto' may cost", FRACTION
+        0.02, "share of the run's time that trials for an 'auto' may cost", FRACTION, needs=_AUTOS
     )
     moe_tune_file: Optional[str] = _communication(
         None,
@@ -147,7 +155,7 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
         "validation; in evaluation by --model-overrides",
     )
     moe_trace_interval: int = _debugging(
-        1, "in training, --moe-trace writes every N-th update", at_least(1)
+        1, "in training, --moe-trace writes every N-th update", at_least(1), needs=["moe_trace"]
     )
 
 
@@ -218,7 +226,7 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
     growth, rank = GrowAt.of(args.moe_grow_at), args.moe_lora_rank
     if growth is not None and rank:
         raise ValueError(f"--moe-grow-at {growth} or --moe-lora-rank {rank}: give one of them")
-    experts = ExpertConfig(**values_of(ExpertConfig, args))
+    experts = _built(ExpertConfig, values_of(ExpertConfig, args))
     routing = moe_config(args, args.moe_expert_count or num_ranks or 2**31)
     if routing.local_drop and str(args.moe_expert_placement) == "sliced":
         raise ValueError(
@@ -272,8 +280,13 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
         if values.get("gating_fp32"):
             raise ValueError("--moe-gating-use-fp32 contradicts --moe-gating-use-model-dtype")
         values["gating_fp32"] = False
+    return _built(MoEConfig, {"num_experts": num_experts, **values})
+
+
+def _built(config: Any, values: dict[str, Any]) -> Any:
+    """Return the frozen config; ValueErrors have flags in place of arguments."""
     try:
-        return MoEConfig(num_experts, **values)
+        return config(**values)
     except OptionError as error:
         raise ValueError(with_flags(error.text, *CONFIGS)) from None
 
@@ -312,7 +325,7 @@ def exchange_config(args: Any) -> ExchangeConfig:
         raise ValueError(
             "--moe-balance-ranks needs --moe-exchange linear and --moe-parallelism-r 1, not 'auto'"
         )
-    return ExchangeConfig(**values)
+    return _built(ExchangeConfig, values)
 
 
 def _tuned_fields(args: Any) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
+from ....config.options import as_flag, check_needs
 from ....distributed import copies_of, is_expert
 from ....training import expert_grad_sq_norm, update_load_biases
 from ..criterions import CRITERIONS, MoECriterion
 from ..criterions.moe_criterion import join_passes, logged_passes
 from ..options.held_experts import refuse_in_training
+from ..options.options import MoEOptions
 from ..programs import blocks
 from ..programs.ranks import refuse_separate_ranks
 from ..programs.trace import trace_model
@@ -41,6 +43,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
 
     def __init__(self, cfg, task, model, criterion, quantizer=None):
         refuse_in_training(cfg.model)
+        check_needs(cfg.model, MoEOptions, as_flag)  # Hydra has no rules of the command line
         _prepare_config(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._moves_load_bias = _moves_load_bias(model, criterion)
