@@ -27,7 +27,7 @@ from .programs.trace import trace_evaluation
 from .trainer import requeue
 from .trainer.growth import follow_set
 from .trainer.sets import save_set, start_of_run
-from .trainer.trainer import MoETrainer, has_experts
+from .trainer.trainer import MoETrainer, has_experts, refuse_unsaid_experts
 
 
 def install() -> None:
@@ -63,7 +63,10 @@ def _by(function: Callable) -> Callable[[Any], Any]:
 
 def _new_trainer(original, cls, cfg, task, model, *args, **kwargs):
     """Choose the trainer; Python then calls __init__ of the subclass that is returned."""
-    return original(MoETrainer if cls is Trainer and has_experts(model) else cls)
+    if cls is Trainer:
+        refuse_unsaid_experts(model)
+        cls = MoETrainer if has_experts(model) else cls
+    return original(cls)
 
 
 def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):

@@ -11,8 +11,11 @@ from fairseq.modules.transformer_layer import (
     TransformerEncoderLayerBase,
 )
 from helpers.replaced import take_steps
+from helpers.training import make_config, make_trainer, own_batches
 from torch import nn
 
+from fairseq_tutel import training
+from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
 
 
@@ -73,3 +76,62 @@ def test_wav2vec_gets_experts_and_trains(norm_first):
         model, optimizer, lambda: model.extract_features(sound, None)["x"].sub(1).square().mean()
     )
     assert last < first
+
+
+CRITERIONS = {
+    "moe_cross_entropy": ["--moe-gate-loss-wt", "0.5", "--moe-gate-loss-combine-method", "sum"],
+    "moe_label_smoothed_cross_entropy": [
+        "--label-smoothing", "0.1", "--moe-gate-loss-wt", "0.5",
+        "--moe-gate-loss-combine-method", "sum",
+    ],
+}  # fmt: skip
+
+
+def dense_run(*given, **moe):
+    """fairseq's own language model with experts in both layers, under fairseq's own trainer."""
+    host = make_trainer(make_config(*given, moe=False))
+    replace_ffn(host.model, r"layers\.\d+$", 4, seed=0, capacity_factor=0.0, **moe)
+    return host
+
+
+@pytest.mark.parametrize("training_mode", [True, False])
+@pytest.mark.parametrize("name", CRITERIONS)
+def test_the_criterion_finds_the_losses_of_replaced_layers(name, training_mode):
+    host = dense_run("--criterion", name, *CRITERIONS[name])
+    model, criterion = host.model.train(training_mode), host.criterion.train(training_mode)
+    (sample,) = own_batches(0, 1)
+    with training.collect_aux(model) as aux:
+        net_output = model(**sample["net_input"])
+    plain = criterion.compute_loss(model, net_output, sample)[0]
+    loss, size, logged = criterion(model, sample)
+    torch.testing.assert_close(loss, plain + 0.5 * size * aux.loss)
+    torch.testing.assert_close(logged["moe_loss"], size * aux.loss.detach())
+    unused = aux.metrics_dict()["unused_expert1_count"]
+    assert float(logged["unused_expert1_count"]) == pytest.approx(unused)
+    loss.backward()
+    weights = [layer.fc1.gate.wg.weight for layer in model.decoder.layers]
+    want = torch.autograd.grad(plain + 0.5 * size * aux.loss, weights)
+    torch.testing.assert_close([weight.grad for weight in weights], list(want))
+
+
+def test_a_gate_loss_that_cannot_be_found_is_an_error():
+    host = dense_run(*CRITERIONS["moe_cross_entropy"])
+    type(host.model).moe_layers = property(lambda self: {0: self.decoder.layers[0].fc1})
+    try:
+        (sample,) = own_batches(0, 1)
+        with pytest.raises(ValueError, match="LanguageModel has MoE layers, but returns"):
+            host.criterion(host.model.train(), sample)
+    finally:
+        del type(host.model).moe_layers
+
+
+@pytest.mark.parametrize("moe, ranks", [({"load_bias": "quantile"}, 1), ({}, 2), ({}, 1)])
+def test_stock_trains_unsaid_experts_only_where_it_does_so_rightly(moe, ranks, monkeypatch):
+    host = dense_run(**moe)
+    parts = host.cfg, host.task, host.model, host.criterion
+    if not moe and ranks == 1:
+        assert type(host)(*parts).model is host.model
+        return
+    monkeypatch.setattr(trainers, "process_world", lambda: (0, ranks))
+    with pytest.raises(ValueError, match=r"TransformerLanguageModel has MoE layers \(.*moe_groups"):
+        type(host)(*parts)

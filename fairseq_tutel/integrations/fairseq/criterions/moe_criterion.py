@@ -20,6 +20,8 @@ from fairseq.logging import metrics
 from .... import moe
 from ....config.options import at_least, check_ranges, option
 from ....moe import MoEAux, RoutingCounts
+from ....moe.model import moe_layers
+from ....training import collect_aux
 from .conditional_routing import Budget, BudgetOptions
 
 _CMR = "cmr_gate_loss"  # of conditional routing
@@ -47,6 +49,7 @@ class MoECriterion:
 
     config: type  # dataclass of the options
     budget = Budget()  # without weight
+    _known = (0, False)  # number of a model, and whether it has MoE layers
 
     def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:
         """Set the options of the gate loss; raise ValueError for a weight out of range."""
@@ -62,14 +65,46 @@ class MoECriterion:
         total = losses.sum() if self.combine_method == "sum" else losses.mean()
         return -total.log() if self.transform == "neg_log" else total
 
+    def run(self, model, sample: dict[str, Any]) -> tuple[Any, list[MoEAux] | None]:
+        """Return the model's output, and reports of layers that ``replace_ffn`` put into it."""
+        if getattr(model, "moe_layers", None) is not None or not self._has_layers(model):
+            return model(**sample["net_input"]), None
+        with collect_aux(model) as aux:
+            net_output = model(**sample["net_input"])
+        return net_output, [report for _, report in aux.layers]
+
+    def _has_layers(self, model) -> bool:
+        if self._known[0] != id(model):
+            self._known = id(model), bool(moe_layers(model))
+        return self._known[1]
+
+    def _reports(self, model, extra: dict[str, Any]) -> list[MoEAux]:
+        """Return the reports in a model's output; raise ValueError if they are lost."""
+        reports = extra.get("moe", [])
+        if not reports and model.training and self._has_layers(model):
+            raise ValueError(
+                f"{type(model).__name__} has MoE layers, but returns no reports of them, so that "
+                'their gate loss is lost: return {"moe": [aux, ...]} beside its output '
+                "(training.collect_aux has the reports)"
+            )
+        return reports
+
     def add_gate_loss(
-        self, loss: torch.Tensor, model, net_output, sample: dict[str, Any]
+        self,
+        loss: torch.Tensor,
+        model,
+        net_output,
+        sample: dict[str, Any],
+        reports: list[MoEAux] | None = None,
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
-        """Return (loss with the gate loss, sample size, logging output) of a batch."""
+        """Return (loss with the gate loss, sample size, logging output) of a batch.
+
+        ``reports`` are those of the MoE layers (default None: in ``net_output``).
+        """
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         # some models return a tensor or None beside their output
         extra = net_output[1] if isinstance(net_output[1], dict) else {}
-        reports = extra.get("moe", [])
+        reports = self._reports(model, extra) if reports is None else reports
         gate_loss = self.gate_loss(reports, like=loss)
         loss = loss + self.gate_loss_weight * sample_size * gate_loss
         distance = self.budget(reports, sample_size)

@@ -8,7 +8,8 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
 from ....config.options import as_flag, check_needs
-from ....distributed import copies_of, is_expert
+from ....distributed import copies_of, is_expert, process_world
+from ....moe.model import moe_layers
 from ....training import expert_grad_sq_norm, update_load_biases
 from ..criterions import CRITERIONS, MoECriterion
 from ..criterions.moe_criterion import join_passes, logged_passes
@@ -34,8 +35,23 @@ class _OverflowOnCpu(RuntimeError):
 
 
 def has_experts(model) -> bool:
-    """Return whether a fairseq model has MoE layers."""
+    """Return whether a fairseq model says that it has MoE layers."""
     return bool(getattr(model, "moe_layers", None))
+
+
+def refuse_unsaid_experts(model) -> None:
+    """Raise ValueError for MoE layers that the model does not say, if stock would train it wrong.
+
+    Stock averages the experts of different ranks, and moves no load bias.
+    """
+    layers = {} if has_experts(model) else moe_layers(model)
+    biased = any(layer.config.moves_load_bias for layer in layers.values())
+    if layers and (biased or process_world()[1] > 1):
+        raise ValueError(
+            f"{type(model).__name__} has MoE layers ({', '.join(layers)}): with a load bias or "
+            "several ranks its class needs the properties moe_layers and moe_groups "
+            "(CONTRIBUTING.md)"
+        )
 
 
 class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
