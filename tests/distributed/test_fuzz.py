@@ -116,15 +116,14 @@ def case_of(seed, ranks=4):
 
 def routing_of(case):
     """Options of the layer's routing."""
+    names = ("num_expert_groups", "top_groups", "group_score")
     return {
         "top_k": case.top_k,
         "capacity_factor": case.factor,
         "eval_capacity_factor": case.factor,
         "normalize_before_dropping": case.normalize_before_dropping,
         "batch_prioritized": case.batch_prioritized,
-        "num_expert_groups": case.groups[0],
-        "top_groups": case.groups[1],
-        "group_score": case.groups[2],
+        **(dict(zip(names, case.groups, strict=True)) if case.groups[0] > 1 else {}),
         "score_function": "sigmoid" if case.sigmoid else "softmax",
         "load_bias": "frozen" if case.biased else "none",
     }
@@ -243,8 +242,7 @@ def layer_of(case):
             r=case.r,
             wire_compact=case.compact,
             balance_ranks=case.helped,
-            balance_tolerance=1.0,
-            balance_min_rows=1,
+            **({"balance_tolerance": 1.0, "balance_min_rows": 1} if case.helped else {}),
         ),
         shared_expert_dim=2 if case.shared else 0,
         shared_expert_gate=case.shared,

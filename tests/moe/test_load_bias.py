@@ -93,7 +93,8 @@ def passes(layer, parts):
 def updated(rule, parts):
     """The bias after two updates, each of forward passes over ``parts``."""
     torch.manual_seed(1)
-    config = MoEConfig(E, load_bias=rule, load_bias_rate=0.25, capacity_factor=0)
+    rate = {"load_bias_rate": 0.25} if rule == "sign" else {}
+    config = MoEConfig(E, load_bias=rule, capacity_factor=0, **rate)
     layer = MoELayer(8, config=config, hidden_dim=8, seed=2)
     for _ in range(2):
         training.update_load_bias(layer, passes(layer, parts))
