@@ -1,9 +1,13 @@
-"""Write the page of models: ``python tests/integrations/transformers/models_page.py``."""
+"""Write the page of models: ``python tests/integrations/transformers/models_page.py``.
+
+With ``--verdicts`` only count the models of the installed version by verdict.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import tiny_models
@@ -85,7 +89,31 @@ def on_page() -> str:
     return text.partition(BEGIN)[2].partition(END)[0]
 
 
-if __name__ == "__main__":
+def verdicts() -> Counter[str]:
+    """Return how many folders have each verdict, and each kind of layer if logits are the same."""
+    found: Counter[str] = Counter()
+    for folder in tiny_models.folders():
+        try:
+            if tiny_models.refused(folder) is None:
+                tiny_models.logits(tiny_models.make(folder))
+        except Exception:  # of transformers, or of its extensions
+            found["does not run by itself"] += 1
+            continue
+        try:
+            _, verdict, kind, *_ = row(folder)
+        except ValueError:
+            verdict = "refused"
+        found[f"{verdict} ({kind})" if verdict == "same" else verdict] += 1
+        if verdict == "DIFFERENT":
+            print(f"{folder}: other logits")
+    return found
+
+
+if __name__ == "__main__" and "--verdicts" in sys.argv:
+    found = verdicts()
+    print("; ".join(f"{count} {verdict}" for verdict, count in sorted(found.items())))
+    sys.exit("DIFFERENT" in found)
+elif __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     replaced = re.escape(BEGIN) + ".*" + re.escape(END)
     PAGE.write_text(re.sub(replaced, lambda _: BEGIN + table() + END, text, flags=re.S), "utf-8")
