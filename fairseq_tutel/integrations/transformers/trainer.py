@@ -86,8 +86,6 @@ class MoETrainer(Trainer):
                 "re-entrant activation checkpointing loses the gradient of the load balancing "
                 "losses: give use_reentrant=False, or aux_weight=0"
             )
-        if self.blocks is not None:
-            check_restorable(self.model, self.blocks)
         for name, layer in moe_layers(self.model).items():
             if isinstance(layer.experts, LoRAExperts):
                 if self.blocks is not None:
@@ -102,6 +100,8 @@ class MoETrainer(Trainer):
                     f"{name} has load_bias={layer.config.load_bias!r}, which peft does not save: "
                     "give load_bias='none', or adapt the experts too (add_lora)"
                 )
+        if self.blocks is not None and not _has_peft(self.model):  # peft saves adapters alone
+            check_restorable(self.model, self.blocks)
 
     def _reenters(self) -> bool:
         """Return whether activation checkpointing runs layers without gradients first."""
