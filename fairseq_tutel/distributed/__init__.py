@@ -58,7 +58,14 @@ from .placement.slices import (
     whole_shape,
 )
 from .placement.wrappers import expect_reduction, note_reduction, refuse_plain_wrapper
-from .world import gather_integers, gather_texts, process_world, ranks_per_node, refuse_differences
+from .world import (
+    gather_integers,
+    gather_on_first,
+    gather_texts,
+    process_world,
+    ranks_per_node,
+    refuse_differences,
+)
 
 __all__ = [
     "Direction",

@@ -1,6 +1,7 @@
 """Helpers for the default process group: small messages, cached values, a clean exit."""
 
 import atexit
+import datetime
 import glob
 import hashlib
 import itertools
@@ -88,6 +89,24 @@ def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> li
     texts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(texts, text, group=group)
     return texts
+
+
+def gather_on_first(value: Any) -> list[Any] | None:
+    """Return the value of every rank, in rank order, on rank 0; None on others. Collective.
+
+    Values are pickled. Ranks may be days apart, if all of them have made a first call together.
+    """
+    rank, world_size = process_world()
+    if world_size == 1:
+        return [value]
+    group = once_per_world("patient group", _patient_group)
+    values: list[Any] | None = [None] * world_size if rank == 0 else None
+    dist.gather_object(value, values, group=group)
+    return values
+
+
+def _patient_group() -> Any:
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
 
 
 def refuse_differences(name: str, values: Sequence[Hashable], first_rank: int = 0) -> None:

@@ -142,8 +142,9 @@ class Programs:
             "--distributed-init-method", meeting
         ]  # fmt: skip
         command = parse_command([*argv, *added])
-        if command.kind == "sharded":  # reads no such option
-            command = parse_command(argv)
+        if command.kind == "sharded":  # in place of the launcher's address and port
+            meeting = [*added, "--distributed-no-spawn", "--distributed-backend", "gloo"]
+            command = parse_command([*argv, *meeting])
         words = []
         for rank in range(ranks):
             options = rank_options(

@@ -20,6 +20,8 @@ from fairseq.trainer import Trainer
 from ...checkpoint import find_checkpoint, safe_globals_only
 from . import optim
 from .errors import excepthook, log_filters
+from .models import ARCHITECTURES
+from .options import data_tags
 from .options.command_line import with_evaluation_flags
 from .options.options import moe_frequencies
 from .programs import blocks, evaluation, generation, program, ranks, validation
@@ -65,7 +67,9 @@ def _new_trainer(original, cls, cfg, task, model, *args, **kwargs):
     """Choose the trainer; Python then calls __init__ of the subclass that is returned."""
     if cls is Trainer:
         refuse_unsaid_experts(model)
-        cls = MoETrainer if has_experts(model) else cls
+        if has_experts(model):
+            return original(MoETrainer)
+    ranks.allow_ranks_on_cpu(cfg)
     return original(cls)
 
 
@@ -111,6 +115,7 @@ def _file_of_set(original, filename, suffix, shard_idx, num_shards):
 
 def _load_model_ensemble_and_task(original, *args, **kwargs):
     models, cfg, task = original(*args, **kwargs)
+    data_tags.refuse_without_flag(cfg.task, task)
     if any(has_experts(model) for model in models):
         trace_evaluation(models[0], task, cfg.model)
         blocks.evaluate_every_block(task)
@@ -122,11 +127,15 @@ def _load_model_ensemble_and_task(original, *args, **kwargs):
 def _call_main(original, cfg, main, **kwargs):
     name = Path(inspect.unwrap(main).__code__.co_filename).stem
     path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
-    trains = name == "train" and any(moe_frequencies(cfg.model))
+    ours = name == "train" and cfg.model._name in ARCHITECTURES
+    trains = ours or name == "train" and any(moe_frequencies(cfg.model))
     if trains or path is not None and evaluation.is_moe_checkpoint(path):
         if name == "train":
             follow_set(cfg)
-        if name != "interactive":
+        if name == "interactive":
+            ranks.refuse_several_readers()
+            evaluation.refuse_other_task(cfg, cfg.common_eval.path)
+        else:
             ranks.join_started_ranks(cfg)
         main = ranks.meet_in_time(cfg, main)
     return original(cfg, main, **kwargs)
@@ -179,14 +188,21 @@ TABLE: dict[str, Callable[[Any], Any] | None] = {
     # needs a GPU and fails beyond 16 KiB; fairseq-validate collects logging outputs with it
     # (programs/validation.py)
     "fairseq.distributed.utils.all_gather_list": _by(validation.all_gather_list),
+    # has no --add-data-source-prefix-tags, which the dictionary of NLLB-200 needs
+    # (options/data_tags.py)
+    "fairseq.data.multilingual.multilingual_data_manager.MultilingualDatasetManager.prepare": _by(
+        data_tags.prepare
+    ),
     # raises for --fp16-adam-stats without apex; no second adam can be registered (optim.py)
     "fairseq.optim.adam.FairseqAdam.__init__": _by(optim.init_adam),
     # is the point at which a run that was asked to stop (SIGUSR1) has saved all
     "fairseq_cli.train.validate_and_save": _by(requeue.validate_and_save),
     # assumes that ranks do not need each other; here it keeps them in step
     "fairseq_cli.eval_lm.eval_lm": _by(evaluation.eval_lm),
-    # connects no processes; those that share experts become one job (programs/generation.py)
+    # connects no processes; those that were started together become one job, whose corpus is scored
+    # once (programs/generation.py)
     "fairseq_cli.generate.main": _by(generation.generate),
+    "fairseq.scoring.build_scorer": _by(generation.build_scorer),
     # errors/excepthook.py replaces these three, in fairseq's programs
     # prints up to 199 lines of usage; here one
     "argparse.ArgumentParser.error": None,

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.command_line import add_meta_flags
+from ..options.data_tags import other_dictionary
 from ..options.options import RunOptions
 from .shared_decoding import SharedDecoding
 
@@ -117,8 +118,8 @@ def agree(
         raise ValueError(
             f"the experts are spread over {groups.ep_size * groups.num_slices} ranks, which "
             "generate together only from language models, by fairseq-generate or generate() and "
-            "sample() of from_pretrained; give --distributed-world-size 1, so that each process "
-            "loads all experts"
+            "sample() of from_pretrained: leave moe_expert_parallel_size out of --model-overrides, "
+            "or give 1, so that each rank has all experts"
         )
     counts = [counts[i] for i in sparse]
     if tuner is not None:
@@ -177,6 +178,15 @@ class MoEModel:
         """Add the flags of the flat dataclass, and those of Meta's branches."""
         BaseFairseqModel.add_args.__func__(cls, parser)
         add_meta_flags(parser)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any):
+        """Load as stock does; ValueError if the weights are of another dictionary."""
+        for name, mine in self.named_parameters():
+            if name.endswith("embed_tokens.weight") and name in state_dict:
+                rows, symbols = len(state_dict[name]), len(mine)
+                if rows != symbols:
+                    raise ValueError(other_dictionary(rows, symbols))
+        return super().load_state_dict(state_dict, *args, **options)
 
     @property
     def moe_groups(self) -> distributed.ExpertParallelGroups | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ....config.options import as_flag, check_needs, option
 from ..criterions.conditional_routing import BudgetOptions
+from . import data_tags
 from .options import run_options
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class _MetaFlag(argparse.Action):
 
 def add_meta_flags(parser: Any) -> None:
     """Add the training flags to a parser or a group of it, without help texts."""
+    _add_data_tags(parser)
     for entry in (*ACCEPTED, *_ALL_REFUSED):
         flag, *value = entry.split()
         if flag not in parser._option_string_actions:
@@ -89,18 +91,26 @@ def add_meta_flags(parser: Any) -> None:
             )
 
 
+def _add_data_tags(parser: Any) -> None:
+    if data_tags.FLAG not in parser._option_string_actions:
+        parser.add_argument(data_tags.FLAG, action="store_true", help=data_tags.HELP)
+
+
 def with_evaluation_flags(config: type) -> type:
     """Return fairseq's dataclass of evaluation options with Meta's flags added."""
     fields = [
         (flag.lstrip("-").replace("-", "_"), bool, option(False, f"accepted, but: {reason}"))
         for flag, reason in ACCEPTED_IN_EVALUATION.items()
     ]
+    fields.append((data_tags.KEY, bool, option(False, data_tags.HELP)))
     return dataclasses.make_dataclass(config.__name__, fields, bases=(config,))
 
 
 def apply_rules(row: Any, args: argparse.Namespace) -> None:
     """Adapt parsed arguments to an ``Architecture``, or end the program if they do not fit."""
     _refuse_task(row, args)
+    if vars(args).get(data_tags.KEY) and args.task != data_tags.TASK:
+        raise SystemExit(f"error: {data_tags.FLAG} is an option of --task {data_tags.TASK}")
     lines = _replace_meta_flags(args)
     if getattr(args, "distributed_rank", 0) == 0:
         for line in lines:

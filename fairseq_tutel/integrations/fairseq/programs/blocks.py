@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from fairseq.data.iterators import ShardedIterator
+
 
 def evaluate_every_block(task) -> None:
     """Make the batches of an evaluation program hold all data of its task."""
@@ -18,9 +20,14 @@ def evaluate_every_block(task) -> None:
         kwargs["required_batch_size_multiple"] = 1
         return kind.get_batch_iterator(task, *args, **kwargs)
 
-    def batches_for_eval_lm(*args, **kwargs):
+    def batches_for_eval_lm(*args, num_shards: int = 1, shard_id: int = 0, **kwargs):
+        shards = {"num_shards": num_shards, "shard_id": shard_id}
         with refusing_long_blocks(task):
-            return kind.eval_lm_dataloader(task, *args, **kwargs)
+            if num_shards == 1 or not kwargs.get("context_window"):
+                return kind.eval_lm_dataloader(task, *args, **shards, **kwargs)
+            # a block's context is the block that was made before it: make all of them here, too
+            batches = kind.eval_lm_dataloader(task, *args, **kwargs)
+            return ShardedIterator(batches, **shards, fill_value={})
 
     task.get_batch_iterator = batches_of_any_size
     task.eval_lm_dataloader = batches_for_eval_lm

@@ -1,5 +1,6 @@
 """Loads and runs fairseq's evaluation programs with sharded experts."""
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -17,12 +18,14 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
 from ....checkpoint import check_complete, final_path, find_checkpoint, load_file, load_for_rank
+from ....checkpoint.state import options_of
 from ....distributed import any_rank, process_world, sum_over_ranks
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES, MoETransformerDecoder, name_with_experts
 from ..options.fields import use_present_names
 from ..options.options import EXPERT_DTYPES, moe_frequencies
 from .trace import leave_out_next
+from .words import words_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +165,19 @@ def _as_config(saved: dict[str, Any]) -> DictConfig:
         return OmegaConf.create(saved)
 
 
+def refuse_other_task(cfg, path: str) -> None:
+    """Raise ValueError if the default task, translation, would read a language model."""
+    if cfg.task._name != "translation" or not is_moe_checkpoint(path):
+        return
+    options = options_of(load_file((find_checkpoint(path) or ("", path))[1]), "task")
+    name = options.get("_name") or options.get("task")
+    known = TASK_DATACLASS_REGISTRY.get(name)
+    if known is not None and "source_lang" not in known.__dataclass_fields__:
+        raise ValueError(
+            f"{path} is of another task than translation, the default: give --task {name}"
+        )
+
+
 def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     """Replace fairseq's ``eval_lm`` function for a model whose experts are spread over ranks.
 
@@ -180,7 +196,8 @@ def eval_lm(original, models, source_dictionary, batch_iterator, **options):
     batches = _counted(batch_iterator, scored, source_dictionary, options)
     if any(each.needs_sync for each in groups):
         batches = _in_step(batches, models, source_dictionary.eos())
-    local = original(models, source_dictionary, batches, **options)
+    with words_of_all_ranks() if world_size > 1 else contextlib.nullcontext():
+        local = original(models, source_dictionary, batches, **options)
     device = next(models[0].parameters()).device
     score, tokens = sum_over_ranks([float(local["loss"]) * sum(scored), sum(scored)], device)
     if not tokens:  # stock reports a perplexity of 1
@@ -222,4 +239,5 @@ def _in_step(batches: Iterable, models, filler: int):
     while any_rank(False, device):
         for model in models:
             leave_out_next(model)
-            model(src_tokens=token, src_lengths=token.new_ones(1))
+            with torch.no_grad():
+                model(src_tokens=token, src_lengths=token.new_ones(1))

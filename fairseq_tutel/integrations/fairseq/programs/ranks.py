@@ -26,7 +26,11 @@ _TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 def join_started_ranks(cfg, env: Mapping[str, str] = os.environ) -> None:
     """Fill in fairseq's distributed config from torchrun's variables if it has no init method."""
     distributed, place = cfg.distributed_training, started(env)
-    if distributed.distributed_init_method is not None or place.world_size == 1:
+    if distributed.distributed_init_method is not None:
+        return
+    if place.world_size == 1:
+        if not all(env.get(name) for name in _TORCH):
+            _refuse_missing_devices(distributed)
         return
     if not all(env.get(name) for name in _TORCH):
         if distributed.distributed_world_size == 1:
@@ -58,12 +62,43 @@ def refuse_separate_ranks(env: Mapping[str, str] = os.environ) -> None:
     place, (_, connected) = started(env), process_world()
     if place.world_size == 1 or connected > 1:
         return
-    words = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     python = "" if place.by == "torchrun" else "python "
     raise ValueError(
         f"fairseq would run the {place.world_size} processes of {place.by} as separate jobs; to "
-        f"run one job: {place.by} [its options] {python}-m fairseq_tutel.launch -- {words}"
+        f"run one job: {place.by} [its options] {python}-m fairseq_tutel.launch -- {_command()}"
     )
+
+
+def _command() -> str:
+    return shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+
+
+def _refuse_missing_devices(distributed) -> None:
+    """Raise ValueError, with the command that works, where fairseq cannot start the ranks."""
+    wanted, devices = distributed.distributed_world_size, torch.cuda.device_count()
+    if wanted > max(devices, 1) and distributed.distributed_port <= 0:
+        raise ValueError(
+            f"--distributed-world-size {wanted}: fairseq starts a rank per GPU, of which there are "
+            f"{devices}; to start the ranks: python -m fairseq_tutel.launch --nproc-per-node "
+            f"{wanted} -- {_command()}"
+        )
+
+
+def refuse_several_readers(env: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError for ranks that would take lines of standard input from each other."""
+    if (place := started(env)).world_size > 1:
+        raise ValueError(
+            f"{program()} reads standard input in one process, and {place.by} started "
+            f"{place.world_size}: start one"
+        )
+
+
+def allow_ranks_on_cpu(cfg) -> None:
+    """Let a dense model train on several ranks of a CPU, where fairseq names GPU 0 to torch."""
+    distributed = cfg.distributed_training
+    on_cpu = cfg.common.cpu or not torch.cuda.is_available()
+    if process_world()[1] > 1 and on_cpu and distributed.ddp_backend in ("pytorch_ddp", "c10d"):
+        distributed.ddp_backend = "legacy_ddp"
 
 
 def meet_in_time(cfg, main):

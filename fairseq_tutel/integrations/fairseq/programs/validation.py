@@ -4,6 +4,7 @@ Stock skips the pass of a rank without a last batch, but the other ranks wait fo
 """
 
 import base64
+import logging
 import pickle
 from typing import Any
 
@@ -19,6 +20,8 @@ def share_validation(task) -> None:
     """Make all ranks of ``fairseq-validate`` run equally many forward passes."""
     if program() != "fairseq-validate" or process_world()[1] == 1:
         return
+    if process_world()[0] > 0:  # fairseq-validate has turned rank 0's level on everywhere
+        logging.getLogger().setLevel(logging.WARNING)
     kind = type(task)
 
     def valid_step(sample, model, criterion):

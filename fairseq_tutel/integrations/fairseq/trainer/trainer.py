@@ -61,6 +61,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         refuse_in_training(cfg.model)
         check_needs(cfg.model, MoEOptions, as_flag)  # Hydra has no rules of the command line
         _prepare_config(cfg, model)
+        _refuse_bleu(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._moves_load_bias = _moves_load_bias(model, criterion)
         if getattr(cfg.model, "moe_update_in_backward", False):
@@ -277,6 +278,17 @@ def _prepare_config(cfg, model) -> None:
             cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
         # a checkpoint must state its number of experts, even if it is the default
         cfg.model.moe_expert_count = model.moe_groups.num_experts
+
+
+def _refuse_bleu(cfg, model) -> None:
+    """Raise ValueError for --eval-bleu if a rank would need other ranks' experts to translate."""
+    skipped = cfg.dataset.disable_validation
+    if getattr(cfg.task, "eval_bleu", False) and model.moe_groups.needs_sync and not skipped:
+        raise ValueError(
+            "--eval-bleu translates on each rank alone, and the experts are spread over "
+            f"{model.moe_groups.world_size} ranks: give --moe-expert-parallel-size 1, so that each "
+            "rank has all experts, or leave it out and use fairseq-generate"
+        )
 
 
 def _moves_load_bias(model, criterion) -> bool:
