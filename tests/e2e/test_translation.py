@@ -15,7 +15,7 @@ DATA = GOLDEN / "data_translation_world1"
 _NLLB = """
     --user-dir fairseq_tutel --arch transformer_moe_24_24 --task translation_multi_simple_epoch
     --langs de,en --lang-pairs de-en --sampling-method temperature --sampling-temperature 1
-    --encoder-langtok src --decoder-langtok
+    --encoder-langtok src --decoder-langtok --add-data-source-prefix-tags
     --encoder-layers 4 --decoder-layers 4 --encoder-embed-dim 32 --decoder-embed-dim 32
     --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --encoder-attention-heads 4
     --decoder-attention-heads 4 --encoder-normalize-before --decoder-normalize-before
@@ -50,7 +50,8 @@ def words(column, save_dir, updates):
 
 
 _LANGUAGES = """--user-dir fairseq_tutel --task translation_multi_simple_epoch --langs de,en
-    --lang-pairs de-en --encoder-langtok src --decoder-langtok --cpu"""
+    --lang-pairs de-en --encoder-langtok src --decoder-langtok --cpu
+    --add-data-source-prefix-tags"""
 
 
 def said(programs, program, path, more, pattern, ranks=1):
@@ -104,6 +105,10 @@ def test_generates_and_validates_what_was_trained(trained, programs):
     path = folder / "checkpoint_last.pt"
     found = [translated(programs, path, f"--beam 2 --batch-size {n}")[1] for n in (1, 8)]
     assert_same_translations(*found)
+    command = [str(DATA), *_LANGUAGES.replace("--add-data-source-prefix-tags", "").split()]
+    command += ["--path", str(path), "-s", "de", "-t", "en", "--gen-subset", "test"]
+    text = forked(programs, 1, "fairseq-generate", *command, expect=1)
+    assert "symbols, and this one has" in text and "or --add-data-source-prefix-tags" in text
     # three batches on two ranks
     rows = []
     for ranks in (1, 2):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers.training import make_config, make_trainer
+from helpers.distributed import run_ranks
+from helpers.training import make_config, make_trainer, named, own_batches
 
 from fairseq_tutel.integrations.fairseq.programs import ranks
 
@@ -83,6 +84,34 @@ def test_what_cannot_be_one_job_is_refused_with_the_command_that_works(monkeypat
     # fairseq itself knows SLURM's variables where it sees several devices
     cfg.distributed_training.distributed_world_size = 4
     ranks.join_started_ranks(cfg, SRUN)
+
+
+def test_ranks_that_fairseq_cannot_start_are_refused_with_the_launcher(monkeypatch, cfg):
+    monkeypatch.setattr(ranks.sys, "argv", ["/bin/fairseq-train", "DATA", "--cpu"])
+    cfg.distributed_training.distributed_world_size = 2
+    works = "python -m fairseq_tutel.launch --nproc-per-node 2 -- fairseq-train DATA --cpu$"
+    with pytest.raises(ValueError, match=f"there are 0; to start the ranks: {works}"):
+        ranks.join_started_ranks(cfg, {})
+
+
+def _dense_weights():
+    """After an update of two batches, one on each of two ranks."""
+    found = []
+    for words, moe in (("--alternate-decoder-ffn-embed-dim 24", True), ("", False)):
+        cfg = make_config(*words.split(), "--ddp-backend=pytorch_ddp", moe=moe)
+        cfg.criterion = {"_name": "cross_entropy", "sentence_avg": False}
+        trainer = make_trainer(cfg)
+        trainer.train_step(own_batches(1, 2))
+        found.append(named(trainer))
+    return found
+
+
+def test_dense_models_train_on_ranks_of_a_cpu():
+    (one,) = run_ranks(_dense_weights, 1)
+    for rank in run_ranks(_dense_weights, 2):
+        for mine, theirs in zip(rank, one, strict=True):
+            for name, weight in theirs.items():
+                torch.testing.assert_close(mine[name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_a_trainer_that_would_be_one_of_two_is_refused(monkeypatch):

@@ -1,6 +1,7 @@
 """The encoder-decoder with MoE layers, and fairseq's dense one around loops over experts."""
 
 import copy
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,14 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.distributed import run_ranks
-from helpers.training import convert
+from helpers.training import convert, make_trainer
 from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
+from omegaconf import open_dict
 from torch import nn
 
 from fairseq_tutel.distributed import agreement, process_world
 from fairseq_tutel.integrations.fairseq.models import TransformerMoE, TransformerMoEConfig
+from fairseq_tutel.integrations.fairseq.options import data_tags
 from fairseq_tutel.integrations.fairseq.options.command_line import REFUSED_TASKS
 from fairseq_tutel.integrations.fairseq.options.options import run_options
 
@@ -212,6 +215,43 @@ def test_sets_of_the_official_release_load_elsewhere():
     model.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "rows, hint", [(1, "trained on$"), (3, "or --add-data-source-prefix-tags$")]
+)
+def test_weights_of_another_dictionary_are_refused_with_the_way_out(rows, hint):
+    model = build(*FOUR)
+    state = model.state_dict()
+    name = "encoder.embed_tokens.weight"
+    state[name] = torch.cat([state[name], state[name][:rows]])
+    with pytest.raises(ValueError, match=f"of {32 + rows} symbols, and this one has 32: .*{hint}"):
+        model.load_state_dict(state)
+
+
+PUBLISHED = """fake --task translation_multi_simple_epoch --langs de,en --lang-pairs de-en
+    --encoder-langtok src --decoder-langtok --add-data-source-prefix-tags"""
+
+
+@pytest.mark.parametrize("program", ["train", "generate"])
+def test_names_of_data_sources_follow_those_of_the_languages(program, tmp_path):
+    """As in branch nllb (multilingual_utils.py), so that a published model's rows fit."""
+    make = {"train": options.get_training_parser, "generate": options.get_generation_parser}
+    given = ["--arch", "transformer_moe"] if program == "train" else ["-s", "de", "-t", "en"]
+    args = options.parse_args_and_arch(make[program](), input_args=[*PUBLISHED.split(), *given])
+    args.data = str(tmp_path)
+    for lang in ("de", "en"):
+        (tmp_path / f"dict.{lang}.txt").write_text("a 2\nb 1\n", encoding="utf-8")
+    task = tasks.setup_task(args)
+    want = ["a", "b", "__de__", "__en__", "<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>"]
+    for dictionary in (task.source_dictionary, task.target_dictionary):
+        assert dictionary.symbols[4:] == want
+    plain = tasks.setup_task(Namespace(**vars(args) | {"add_data_source_prefix_tags": False}))
+    assert plain.source_dictionary.symbols[4:] == want[:4]
+    # three lines in the file would give as many rows, and other words to the languages
+    with pytest.raises(ValueError, match="trained with --add-data-source-prefix-tags: give it"):
+        data_tags.refuse_without_flag(task.args, plain)
+    data_tags.refuse_without_flag(plain.args, plain)
+
+
 def _translate(model, task, batch, beam):
     generator = SequenceGenerator([model], task.target_dictionary, beam_size=beam, max_len_b=12)
     return generator.generate([model], {"net_input": {**batch["net_input"]}})
@@ -255,6 +295,12 @@ def _generate_on_ranks():
     source = make_pairs(1)["net_input"]
     with pytest.raises(ValueError, match="the experts are spread over"):
         model.encoder(source["src_tokens"], src_lengths=source["src_lengths"])
+    with open_dict(cfg):  # before the first update
+        cfg.task.eval_bleu = True
+    with pytest.raises(ValueError, match="^--eval-bleu .* give --moe-expert-parallel-size 1, so"):
+        make_trainer(cfg, make_pairs(0))
+    cfg.model.moe_expert_parallel_size = 1
+    make_trainer(cfg, make_pairs(0))
 
 
 def test_generation_on_ranks_that_share_experts_is_refused():
