@@ -1,4 +1,4 @@
-"""Command line of the checkpoint tools: inspect, merge, merge-lora, reshard, import, and growth."""
+"""Command line of the checkpoint tools: inspect, merge, average, reshard, import, growth, ..."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from typing import Any
 
 from ..command_line import EXIT_USAGE, CommandLine, columns, run_and_exit
 from ..config.options import at_least, in_range
+from .average import average
 from .folders import import_folder
 from .growth.commands import add_commands
 from .inspection import inspect
@@ -47,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
         "merge-lora", help="write a set whose weights contain the updates of --moe-lora-rank"
     )
     lora.set_defaults(run=lambda a: merge_lora(a.path, a.out, force=a.force))
+    mean = commands.add_parser("average", help="write the mean of several checkpoints of a run")
+    mean.set_defaults(run=lambda a: average(a.paths, a.out, force=a.force))
+    mean.add_argument("paths", metavar="PATH", nargs="+", help=_PATH_HELP)
     growth = add_commands(commands, _PATH_HELP)
     bring = commands.add_parser(
         "import", help="write a set from a folder of transformers (NllbMoe, or an export)"
@@ -57,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     bring.add_argument("path", metavar="FOLDER", help="with config.json and safetensors")
     for command in (show, join, place, lora):
         command.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    for command in (join, place, lora, bring, *growth):
+    for command in (join, place, lora, mean, bring, *growth):
         command.add_argument(
             "out", metavar="OUT", help="the new NAME.pt; its folder is made if missing"
         )

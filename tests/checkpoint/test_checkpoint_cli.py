@@ -1,12 +1,13 @@
-"""python -m fairseq_tutel.checkpoint inspect | merge | reshard."""
+"""python -m fairseq_tutel.checkpoint inspect | merge | reshard | average."""
 
 import json
 import os
 
 import pytest
+import torch
 from checkpoint_helpers import Reference, names_in, set_names
 
-from fairseq_tutel.checkpoint import inspect
+from fairseq_tutel.checkpoint import inspect, load_for_rank
 from fairseq_tutel.checkpoint.__main__ import main
 
 
@@ -72,6 +73,24 @@ def test_reshard_and_merge(saved, capsys, caplog, tmp_path):
     Reference(4).check_loadable(saved)
 
 
+def test_average(saved, capsys, tmp_path):
+    """Sets of other numbers of ranks, and a merged file; half weights stay half."""
+    seeds = [Reference(4, seed=seed) for seed in range(3)]
+    paths = [saved, str(tmp_path / "b.pt"), str(tmp_path / "c.pt")]
+    seeds[1].save(paths[1], 4)
+    seeds[2].save(str(tmp_path / "d.pt"), 2)
+    assert main(["merge", str(tmp_path / "d.pt"), paths[2]]) == 0
+    out = str(tmp_path / "mean" / "x.pt")
+    assert main(["average", *paths, out]) == 0
+    assert capsys.readouterr().out.endswith(f"{out}\n")
+    found = load_for_rank(out, rank=0, world_size=1)["model"]
+    assert found.keys() == seeds[0].model.keys()
+    for name, value in found.items():
+        of_seeds = [each.model[name].double() for each in seeds]
+        assert value.dtype == seeds[0].model[name].dtype
+        torch.testing.assert_close(value.double(), sum(of_seeds) / 3, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -79,6 +98,8 @@ def test_reshard_and_merge(saved, capsys, caplog, tmp_path):
         (["reshard", "m.pt", "m.pt", "--ranks", "2", "--force"], "is the source itself"),
         (["merge", "m.pt", "x.bin"], "expected NAME.pt"),
         (["merge", "nothing.pt", "x.pt"], "no such checkpoint"),
+        (["average", "m.pt", "e.pt", "x.pt"], "m.pt: has 4 experts, and e.pt 8"),
+        (["average", "m.pt", "m.pt"], "is the source itself"),
         (["inspect", "nothing.pt"], "no such checkpoint"),
     ],
 )
@@ -86,6 +107,7 @@ def test_errors_are_one_line_and_exit_code_2(
     saved, tmp_path, capsys, monkeypatch, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
+    Reference(8).save("e.pt", 2)
     before = names_in(tmp_path)
     assert main(arguments) == 2
     output = capsys.readouterr().err
