@@ -2,12 +2,12 @@
 
 import logging
 import os
-import socket
 import sys
 
 import pytest
 import torch
 from helpers import fake_gpu
+from helpers.commands import free_port
 from helpers.seeds import seed_all
 
 import fairseq_tutel
@@ -65,9 +65,7 @@ def backend():
 @pytest.fixture
 def port():
     """One that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture(scope="session")

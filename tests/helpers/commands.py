@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,13 @@ PAGES = sorted(
     for path in ROOT.glob(f"{folder}*.md")
     if path.resolve() == path  # fairseq_tutel/configs is a link
 )
+
+
+def free_port() -> int:
+    """A port that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -8,10 +8,9 @@ The models are golden runs of Meta's code.
 import functools
 import json
 import re
-import socket
 
 import pytest
-from helpers.commands import ROOT
+from helpers.commands import ROOT, free_port
 
 GOLDEN = ROOT / "tests/golden"
 COMMON = "--user-dir fairseq_tutel --cpu --num-workers 0 --log-format json"
@@ -85,10 +84,7 @@ def printed(programs):
         asked = [[how == LAUNCHER, command.split()] for command, how in rows]
         if ranks == 1:
             asked = json.loads(json.dumps(asked).replace("parallel_size':2", "parallel_size':1"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(ranks)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         start = {"ranks": ranks, "launched": False, "text": json.dumps(asked), "timeout": 140}
         done = programs.run(["-m", "several_programs"], **start, **place)
         texts = re.split(r"^(?:\[rank 1\] )?=== \d+$", done.stdout, flags=re.MULTILINE)[1:]
