@@ -80,9 +80,13 @@ def read_record(cset: CheckpointSet) -> CommitRecord | None:
         with open(cset.commit_path, encoding="utf-8") as file:
             stored = json.load(file)
         record = CommitRecord(dict(stored["renames"]), tuple(stored["removals"]))
+        if not all(
+            isinstance(n, str) for n in (*sum(record.renames.items(), ()), *record.removals)
+        ):
+            raise ValueError("has a file name that is no text")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{cset.commit_path}: damaged commit record ({error}); remove it if the files beside "
             "it load without it, else use another set"

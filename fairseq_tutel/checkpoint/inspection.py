@@ -105,13 +105,14 @@ def _check_replica(
 
 def _describe_file(role: Role, path: str, content: dict[str, Any]) -> dict[str, Any]:
     model, metadata = content.get(state.MODEL) or {}, content.get(state.METADATA)
+    save_id = metadata.get("save_id") if isinstance(metadata, dict) else None
     return {
         "name": os.path.basename(path),
         "size": os.path.getsize(path),
         "rank": role if isinstance(role, int) else None,
         "experts": len({parsed[1] for key in model if (parsed := split_key(key))}),
         "params": sum(tensor.numel() for tensor in state.parameters(model).values()),
-        "save_id": metadata.get("save_id") if isinstance(metadata, dict) else None,
+        "save_id": save_id if isinstance(save_id, str) else None,
     }
 
 

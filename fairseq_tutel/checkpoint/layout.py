@@ -159,10 +159,24 @@ def gate_experts(
     """Return E from the gates' weights, [E + N, M]; None if the layers have no such weights."""
     layers = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
     gates = {f"{layer}gate.wg.weight" for layer in layers}
-    rows = {gate: dense[gate].shape[0] - null_experts for gate in sorted(gates) if gate in dense}
+    found = {gate: (*dense[gate].shape, 0)[0] for gate in sorted(gates) if gate in dense}
+    rows = {gate: count - null_experts for gate, count in found.items()}
     if len(set(rows.values())) > 1:
         raise CheckpointError(f"the MoE layers differ in their number of experts: {rows}")
     return next(iter(rows.values()), None)
+
+
+def check_gates(
+    dense: Mapping[str, Any], expert_keys: Iterable[str], outputs: int, where: str
+) -> None:
+    """Raise CheckpointError for a tensor of a built-in router without a row for each output."""
+    layers = {_of_expert(key, "gates")[0].removesuffix("experts.") for key in expert_keys}
+    for layer in sorted(layers):
+        for name in (f"{layer}gate.{part}" for part in ("wg.weight", "expert_dirs", "load_bias")):
+            rows = dense.get(name)
+            if rows is not None and (*rows.shape, 0)[0] != outputs:
+                wanted = f"not with a row for each of the router's {outputs} outputs"
+                raise CheckpointError(f"{where}: {name} is {form(rows)}, {wanted}")
 
 
 def _of_expert(key: str, where: str) -> tuple[str, int, str]:

@@ -279,6 +279,9 @@ class SetReader:
             layout.check_same(
                 forms, self._forms.setdefault(part, forms), where, "another file of the set"
             )
+        if str(options_of(self.shared).get("moe_router") or "linear") in ("linear", "cosine"):
+            outputs = self.num_experts + null_experts(self.shared)
+            layout.check_gates(self.shared[MODEL], content[MODEL], outputs, self.main_path)
 
     def _check_membership(self, path: str, number: int, metadata: SetMetadata | None) -> None:
         """Check that a rank file comes from the same save, for the same place."""

@@ -17,13 +17,14 @@ own complete state, step count included, so that it moves to other ranks unchang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from .layout import CheckpointError, split_dense_expert, split_key
+from .layout import CheckpointError, split_dense_expert
 
 FORMAT_VERSION = 1
 METADATA = "moe_checkpoint"
@@ -33,6 +34,8 @@ NAMED_STATE = "named_state"
 GROWTH = "moe_growth"
 # one-element buffers that fairseq's models save beside their parameters, such as a version
 _MARKS = {"version", "_float_tensor"}
+# options of the model that are numbers, and that the commands read
+_COUNTS = ("moe_null_experts", "moe_top_k", "moe_lora_rank")
 _OF_FAIRSEQ = ("args", "cfg", "criterion", "optimizer_history", "task_state", "extra_state")
 
 
@@ -84,13 +87,51 @@ def check_file(state: Mapping[str, Any], where: str) -> None:
         ("extra_state", extra is None or isinstance(extra, dict)),
         ("train_iterator", position is None or isinstance(position, dict)),
         ("param_groups", _are_dicts(optimizer.get("param_groups"))),
+        *_kinds_of_options(state),
     ):
         if not fits:
             raise CheckpointError(f"{where}: not a fairseq checkpoint: has no proper {what!r}")
-    for entries, kind in ((state[MODEL], torch.Tensor), (optimizer.get(NAMED_STATE, {}), dict)):
-        for key, value in entries.items():
-            if not isinstance(key, str) or split_key(key) and not isinstance(value, kind):
-                raise CheckpointError(f"{where}: has a {type(value).__name__} for {key!r}")
+    for entry in history or ():
+        for name, kind in (("num_updates", int), ("criterion_name", str)):
+            if not isinstance(entry.get(name), kind | None):
+                raise CheckpointError(f"{where}: {name} {entry[name]!r} is no {kind.__name__}")
+    for key, value in state[MODEL].items():
+        if not isinstance(key, str) or not (_is_plain(value) or key.endswith("_extra_state")):
+            raise CheckpointError(f"{where}: has {_kind(value)} for {key!r}, not a dense tensor")
+    for key, entries in optimizer.get(NAMED_STATE, {}).items():
+        if not isinstance(key, str) or not isinstance(entries, dict):
+            raise CheckpointError(f"{where}: has {_kind(entries)} for the state of {key!r}")
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and not _is_plain(value):
+                raise CheckpointError(f"{where}: has {_kind(value)} for {name!r} of {key!r}")
+
+
+def _kinds_of_options(state: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield the places of options that this package reads, and whether their kinds are right."""
+    stored = {"args": state.get("args"), "cfg": state.get("cfg")}
+    if isinstance(stored["cfg"], Mapping):
+        sections = ("model", "task", "criterion", "distributed_training")
+        stored |= {name: stored["cfg"].get(name) for name in sections}
+    for name, options in stored.items():
+        yield name, options is None or isinstance(options, Mapping | Namespace)
+    model = options_of(state)
+    world_size = options_of(state, "distributed_training").get("distributed_world_size")
+    counts = {name: model.get(name) for name in _COUNTS} | {"distributed_world_size": world_size}
+    for name, count in counts.items():
+        yield name, count is None or isinstance(count, int) and count >= 0
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with elements in memory, neither sparse nor quantized."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_quantized and not value.is_meta
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a {value.device.type} tensor of {value.dtype} with layout {value.layout}"
 
 
 def _are_dicts(value: Any) -> bool:

@@ -78,7 +78,11 @@ FIELDS = {
     "the type 'mixtral'": {"model_type": "mixtral"},
     "has no experts": {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
     "lacks model.encoder.layers.2": {"encoder_layers": 3},
-    "model.shared.weight has 512 numbers": {"vocab_size": 40},
+    "d_model '16' in config.json is no int": {"d_model": "16"},
+    "dropout [0.1] in config.json is no float": {"dropout": [0.1]},
+    "scale_embedding None in config.json is no bool": {"scale_embedding": None},
+    "the type ['nllb-moe'] cannot be imported": {"model_type": ["nllb-moe"]},
+    "model.shared.weight has the shape [32, 16], and": {"vocab_size": 40},
 }
 
 
@@ -96,6 +100,47 @@ def test_what_fairseq_lacks_is_refused_by_name(named, fields, exported, tmp_path
     status, out, error = run(capsys, folder, tmp_path / "set" / "x.pt")
     assert status == 2 and not out and named in error and error.count("\n") == 1, error
     assert not (tmp_path / "set").exists()
+
+
+WEIGHT = "model.encoder.layers.0.ffn.fc1.weight"
+DAMAGED = {
+    "config.json": (b"", b"[3]", b"\xff", b"[" * 10**5),
+    "generation_config.json": (b"text", b"[[1, [2]]]"),
+    "tokenizer.json": (
+        b"[3]",
+        b'{"model": 3}',
+        b'{"model": {"vocab": [3]}}',
+        b'{"added_tokens": [3]}',
+    ),
+    "vocab.json": (b"[3]", b"{"),
+    "model.safetensors.index.json": (b"3", b'{"weight_map": [3]}', b'{"weight_map": {"a": 3}}'),
+    "model.safetensors": (b"", b"text" * 9),
+    WEIGHT: (
+        torch.Tensor.t,
+        torch.Tensor.flatten,
+        torch.Tensor.long,
+        lambda w: w[:-1],
+        lambda w: w[:0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_folders_are_refused_by_name(name, exported, tmp_path, capsys):
+    for number, content in enumerate(DAMAGED[name]):
+        folder = shutil.copytree(exported, tmp_path / str(number))
+        file = folder / ("model.safetensors" if name == WEIGHT else name)
+        if name == WEIGHT:
+            tensors = load_file(file)
+            file.unlink()  # it is mapped
+            tensors[name] = content(tensors[name]).contiguous()
+            save_file(tensors, file)
+        else:
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
+        status, out, error = run(capsys, folder, tmp_path / "set" / "x.pt")
+        assert status == 2 and not out and name in error and error.count("\n") == 1, error
+        assert not (tmp_path / "set").exists()
 
 
 def test_other_tensors_and_other_folders(exported, tmp_path, capsys):

@@ -31,16 +31,25 @@ class Folder:
         self.config = self._json("config.json")
         self.generation = self._json("generation_config.json")
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError:
             raise CheckpointError("to read weights: pip install safetensors") from None
         index = self._json(_INDEX).get("weight_map")
+        if index and not (
+            isinstance(index, dict) and all(isinstance(name, str) for name in index.values())
+        ):
+            raise CheckpointError(f"{self.path / _INDEX}: 'weight_map' does not map names to files")
         files = sorted(set(index.values())) if index else [_ONE_FILE]
         if missing := [name for name in files if not (self.path / name).is_file()]:
             file = self.path / missing[0]
             raise CheckpointError(f"{file}: no such file; weights are read from safetensors alone")
         # mapped: nothing is read yet
-        opened = [safe_open(self.path / name, "pt") for name in files]
+        opened = []
+        for name in files:
+            try:
+                opened.append(safe_open(self.path / name, "pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{self.path / name}: is damaged ({error})") from None
         # name -> (file, name in it)
         self._tensors = {name: (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
 
@@ -68,9 +77,12 @@ class Folder:
         rows = part[first : -(-(place.start + count) // row)].flatten()
         return rows[place.start - first * row :][:count].clone().view(shape)
 
-    def size(self, name: str) -> int:
-        """Return the number of elements of a tensor."""
-        return torch.Size(self._slice(name).get_shape()).numel()
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a tensor; CheckpointError unless it is floating point."""
+        part = self._slice(name)
+        if "F" not in part.get_dtype():  # F32, BF16, F8_E4M3 and so on
+            raise CheckpointError(f"{self.path}: {name} is of {part.get_dtype()}, no weight")
+        return torch.Size(part.get_shape())
 
     def _slice(self, name: str) -> Any:
         file, stored = self._tensors[name]
@@ -78,6 +90,15 @@ class Folder:
 
     def symbols(self, count: int) -> list[str] | None:
         """Return the tokenizer's first ``count`` symbols; None if fairseq's do not come first."""
+        try:
+            known = self._symbols(count)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path}: tokenizer.json or vocab.json does not list symbols ({error})"
+            ) from None
+        return known if tuple(known[: len(SPECIAL)]) == SPECIAL else None
+
+    def _symbols(self, count: int) -> list[str]:
         tokenizer, vocabulary = self._json("tokenizer.json"), self._json("vocab.json")
         if not isinstance(vocabulary, list):
             vocabulary = tokenizer.get("model", {}).get("vocab", {})
@@ -87,8 +108,7 @@ class Folder:
             symbols = (each if isinstance(each, str) else each[0] for each in vocabulary)
             found = dict(enumerate(symbols))
         found |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", ())}
-        known = [found.get(number, f"madeupword{number:04}") for number in range(count)]
-        return known if tuple(known[: len(SPECIAL)]) == SPECIAL else None
+        return [found.get(number, f"madeupword{number:04}") for number in range(count)]
 
     def languages(self) -> list[str]:
         """Return the languages whose tokens, such as ``__de__``, are in the tokenizer."""
@@ -98,4 +118,12 @@ class Folder:
 
     def _json(self, name: str) -> Any:
         file = self.path / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}: is no JSON ({error})") from None
+        if not isinstance(content, dict) and name != "vocab.json":
+            raise CheckpointError(f"{file}: holds a {type(content).__name__}, not a dict")
+        return content

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,14 @@ from ..layout import CheckpointError, split_dense_expert, split_key
 from ..state import MODEL
 from ..store import refuse_target, write_set
 from .folder import SPECIAL, Folder
-from .options import NLLB_DEFAULTS, SPECIAL_IDS, language_model_options, nllb_options
+from .options import (
+    LANGUAGE_MODEL_DEFAULTS,
+    NLLB_DEFAULTS,
+    SPECIAL_IDS,
+    language_model_options,
+    nllb_options,
+    read_config,
+)
 from .tensors import Tensors, language_model_tensors, nllb_tensors
 
 logger = logging.getLogger(__name__)
@@ -45,7 +51,7 @@ MODELS = {
         criterion=("moe_cross_entropy", "MoECrossEntropyCriterion"),
         task="language_modeling",
         sides=("decoder",),
-        defaults={},
+        defaults=LANGUAGE_MODEL_DEFAULTS,
         options=language_model_options,
         tensors=language_model_tensors,
         embedding="model.embed_tokens.weight",
@@ -84,11 +90,14 @@ def import_folder(
     refuse_target(dst, None, force)  # before a model is read
     source = Folder(folder)
     kind = source.config.get("model_type")
-    if kind not in MODELS:
+    if not isinstance(kind, str) or kind not in MODELS:
         known = " or ".join(MODELS)
         raise CheckpointError(f"{folder}: the type {kind!r} cannot be imported, only {known}")
     model = MODELS[kind]
-    config = SimpleNamespace(**{**model.defaults, **source.config})
+    try:
+        config = read_config(source.config, model.defaults)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
     for name, number in SPECIAL_IDS.items():
         if (found := getattr(config, name, number)) != number:
             raise CheckpointError(f"{folder}: {name} {found} cannot be imported, only {number}")
@@ -108,6 +117,7 @@ def import_folder(
                 found[f"{prefix}{number - wanted.start}{rest}"] = source.read(*stored)
         return found, {}
 
+    symbols = source.symbols(config.vocab_size)
     state = _state(model, config, options, source)
     distinct = dict.fromkeys(dense.values())  # tied tensors once
     read = {stored: source.read(*stored) for stored in distinct}
@@ -116,7 +126,7 @@ def import_folder(
         dst, state, read_experts,
         num_experts=config.num_experts, num_ranks=ranks or 1, force=force,
     )  # fmt: skip
-    _write_dictionary(source, config.vocab_size, Path(written).with_name("dict.txt"))
+    _write_dictionary(symbols, Path(written).with_name("dict.txt"))
     if model.task == "language_modeling":
         options = {**options, "tokens_per_sample": config.max_position_embeddings}
     logger.info("continue training with: --arch %s %s", model.arch, _flags(options))
@@ -125,17 +135,23 @@ def import_folder(
 
 def _check_tensors(source: Folder, tensors: Tensors) -> None:
     """Raise CheckpointError unless the folder has exactly the tensors that the set needs."""
-    needed: dict[str, int] = {}
+    needed: dict[str, dict[int, tuple[int, ...]]] = {}
     for (name, start), shape in tensors.values():
-        needed[name] = max(needed.get(name, 0), start + torch.Size(shape).numel())
+        needed.setdefault(name, {})[start] = shape
     for name in sorted(needed.keys() - source.names):
         raise CheckpointError(f"{source.path}: lacks {name}")
     for name in sorted(source.names - needed.keys()):
         raise CheckpointError(f"{source.path}: {name} has no place in fairseq's model")
-    for name, size in needed.items():
-        if source.size(name) != size:
-            found = f"{name} has {source.size(name)} numbers"
-            raise CheckpointError(f"{source.path}: {found}, and by config.json it needs {size}")
+    for name, parts in needed.items():
+        found, size = source.shape(name), sum(torch.Size(part).numel() for part in parts.values())
+        # experts may be stacked along several dimensions before the last one
+        last = parts[0] if len(parts) == 1 else parts[0][1:]
+        if found.numel() != size or tuple(found[len(found) - len(last) :]) != last:
+            wanted = f"{size} numbers, the last dimensions {list(last)}"
+            raise CheckpointError(
+                f"{source.path}: {name} has the shape {list(found)}, and by config.json it needs "
+                f"{wanted}"
+            )
 
 
 def _state(model: Model, config: Any, options: Mapping[str, Any], source: Folder) -> dict[str, Any]:
@@ -173,8 +189,7 @@ def _state(model: Model, config: Any, options: Mapping[str, Any], source: Folder
     }
 
 
-def _write_dictionary(source: Folder, count: int, path: Path) -> None:
-    symbols = source.symbols(count)
+def _write_dictionary(symbols: list[str] | None, path: Path) -> None:
     if symbols is None:
         logger.info("no dict.txt: the folder's tokenizer is not a dictionary of fairseq's form")
     elif not path.exists():

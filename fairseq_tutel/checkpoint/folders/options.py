@@ -1,6 +1,7 @@
 """Options of fairseq's models, by the ``config.json`` of a folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from ..layout import CheckpointError
@@ -18,9 +19,19 @@ ACTIVATIONS = {
 # numbers of the symbols <s>, <pad> and </s> in every dictionary of fairseq
 SPECIAL_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
+_CHOICES = {
+    "group_score": ("top2", "max"),
+    "position_embedding": ("sinusoidal", "learned", "none"),
+    "score_function": ("softmax", "sigmoid"),
+}
+
 
 def language_model_options(config: Any) -> dict[str, Any]:
     """Return options of ``transformer_lm_gpt_moe``; CheckpointError for a field that has none."""
+    for name, values in _CHOICES.items():
+        if getattr(config, name) not in values:
+            given = f"{name} {getattr(config, name)!r}"
+            raise CheckpointError(f"{given} cannot be imported, only {', '.join(values)}")
     network, layers = config.expert_network, config.num_hidden_layers
     freq = min(config.moe_layers, default=layers) + 1
     if list(config.moe_layers) != list(range(freq - 1, layers, freq)):
@@ -103,6 +114,40 @@ def nllb_options(config: Any) -> dict[str, Any]:
     return options
 
 
+# defaults of an export's configuration; transformers leaves fields with these values out
+LANGUAGE_MODEL_DEFAULTS = {
+    "activation_function": "gelu",
+    "expert_bias": True,
+    "expert_network": "ffn",
+    "ffn_dim": 256,
+    "final_layer_norm": True,
+    "gate_alpha": 1.702,
+    "gate_limit": 7.0,
+    "gate_shift": 1.0,
+    "group_score": "top2",
+    "hidden_size": 64,
+    "max_position_embeddings": 1024,
+    "moe_ffn_dim": 256,
+    "moe_layers": [1],
+    "moe_output_scale": 1.0,
+    "norm_topk_prob": True,
+    "num_attention_heads": 2,
+    "num_expert_groups": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 2,
+    "position_embedding": "sinusoidal",
+    "routed_scale": 1.0,
+    "router_fp32": True,
+    "router_load_bias": False,
+    "scale_embedding": True,
+    "score_function": "softmax",
+    "shared_expert_dim": 0,
+    "shared_expert_gate": False,
+    "tie_word_embeddings": True,
+    "top_groups": 1,
+    "vocab_size": 0,
+}
 # defaults of transformers' NllbMoe; its config.json leaves out fields with these values
 NLLB_DEFAULTS = {
     "activation_function": "relu",
@@ -132,6 +177,20 @@ NLLB_DEFAULTS = {
     "tie_word_embeddings": True,
     "vocab_size": 128112,
 }
+
+
+def read_config(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> SimpleNamespace:
+    """Return a config with its defaults; CheckpointError for a field of another kind than its."""
+    for name, default in defaults.items():
+        value, kind = stored.get(name, default), type(default)
+        fits = isinstance(value, int | float if kind is float else kind)
+        if kind is list:
+            fits = fits and all(type(each) is int for each in value)
+        if not fits or isinstance(value, bool) != (kind is bool):
+            raise CheckpointError(f"{name} {value!r} in config.json is no {kind.__name__}")
+        if kind is int and value < 0:
+            raise CheckpointError(f"{name} {value} in config.json must be at least 0")
+    return SimpleNamespace(**{**defaults, **stored})
 
 
 def _refuse(config: Any, name: str, fits: Callable[[Any], bool], why: str) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..layout import CheckpointError, count_rank_files
+from torch import Tensor
+
+from ..layout import CheckpointError, check_same, count_rank_files, form
 from ..reader import SetReader, read_set
 from ..state import GROWTH, with_options
 from ..store import Experts, refuse_target, write_set
@@ -32,6 +34,22 @@ def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
                 f"{entry.update + entry.ramp}: train until then first"
             )
     return source
+
+
+def check_ffn(ffn: Mapping[str, Tensor], where: str) -> None:
+    """Raise CheckpointError unless tensors are an FFN of fairseq: weights and biases that fit."""
+    weight = ffn.get("fc1.weight")
+    if weight is None or weight.dim() != 2:
+        found = "lacks it" if weight is None else f"it is {form(weight)}"
+        raise CheckpointError(f"{where}fc1.weight: an FFN needs a matrix of this name, and {found}")
+    (hidden, dim), dtype = weight.shape, str(weight.dtype).removeprefix("torch.")
+    shapes = {"fc1.weight": [hidden, dim], "fc1.bias": [hidden]}
+    shapes |= {"fc2.weight": [dim, hidden], "fc2.bias": [dim]}
+    if not weight.is_floating_point():
+        raise CheckpointError(f"{where}fc1.weight: weights are floating point, not {dtype}")
+    expected = {f"{where}{name}": f"{shape} {dtype}" for name, shape in shapes.items()}
+    found = {f"{where}{name}": form(value) for name, value in ffn.items()}
+    check_same(found, expected, "an FFN", f"one with {hidden} hidden units of {dim} numbers")
 
 
 def write_change(

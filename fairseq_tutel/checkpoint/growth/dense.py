@@ -1,6 +1,7 @@
 """A dense model of stock fairseq, made of a set: one FFN replaces the experts of a layer."""
 
 import logging
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,12 @@ from torch import Tensor
 from ..layout import CheckpointError, split_key
 from ..reader import SetReader
 from ..state import MODEL, options_of, with_options
-from .change import open_sparse, write_change
+from .change import check_ffn, open_sparse, write_change
 from .history import Growth, updates_done
 from .selection import Load, even_load, layer_of, most_loaded, read_load
 from .upcycle import CRITERIONS, with_criterions
 
+_FFN = re.compile(r"((?:.*\.)?(encoder|decoder)\.layers\.\d+\.)(fc[12]\.(?:weight|bias))")
 logger = logging.getLogger(__name__)
 
 # what becomes the FFN of a layer
@@ -44,6 +46,8 @@ def to_dense(
         raise CheckpointError(f"{src}: has {there} beside the experts; give --dense {right}")
     if how != "shared":
         ffns = _mean_experts(source, _weights(source, how, load))
+    if gated := [name for name in ffns if ".fc_gate." in name or name.endswith(".gate.weight")]:
+        raise CheckpointError(f"{src}: {gated[0]}: stock fairseq has no gated FFN")
     layers = tuple({layer_of(name) for name in ffns})
     model = {name: each for name, each in shared[MODEL].items() if not name.startswith(layers)}
     model |= {_dense_name(name): value for name, value in ffns.items()}
@@ -96,12 +100,16 @@ def _dense_name(name: str) -> str:
 
 def _widths(model: Mapping[str, Any], src: str) -> dict[str, int]:
     """Return {option: FFN width} by stack; CheckpointError for FFNs that stock fairseq lacks."""
-    if gated := [name for name in model if ".fc_gate." in name]:
-        raise CheckpointError(f"{src}: {gated[0]}: stock fairseq has no gated FFN")
+    found: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, value in model.items():
+        if layer := _FFN.fullmatch(name):
+            found.setdefault((layer[1], layer[2]), {})[layer[3]] = value
+    for (prefix, _), ffn in found.items():
+        check_ffn(ffn, f"{src}: {prefix}")
     options = {}
     for side in ("encoder", "decoder"):
-        layers = [name for name in model if f"{side}.layers." in name]
-        widths = {model[name].shape[0]: name for name in layers if name.endswith(".fc1.weight")}
+        layers = {prefix: ffn for (prefix, of), ffn in found.items() if of == side}
+        widths = {len(ffn["fc1.weight"]): f"{name}fc1.weight" for name, ffn in layers.items()}
         if len(widths) > 1:
             raise CheckpointError(
                 f"{src}: FFNs of {' and '.join(map(str, sorted(widths)))} hidden units "

@@ -4,6 +4,7 @@ Experts, their optimizer state and the router's rows are copied bit for bit. Eve
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -71,16 +72,16 @@ def read_load(source: SetReader, file: str | None) -> Load:
             f"{path}: no such file, but the load of the experts is needed; train with "
             "--moe-load-log-interval N, or name the expert_load.jsonl of the run with --load"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     names = {layer: _names_in_log(layer) for layer in layers_of(source)}
     for line in reversed(lines):
-        logged = line.get("layers", {}) if isinstance(line, dict) else {}
+        logged = line.get("layers") if isinstance(line, dict) else None
         found = {
             layer: logged[name]
             for layer, known in names.items()
             for name in known
-            if len(logged.get(name, ())) == source.num_experts
+            if isinstance(logged, dict) and _is_load(logged.get(name), source.num_experts)
         }
         if found.keys() == names.keys():
             return found
@@ -88,6 +89,13 @@ def read_load(source: SetReader, file: str | None) -> Load:
         f"{path}: no line has the load of {source.num_experts} experts in each of the layers "
         f"{', '.join(sorted({name for known in names.values() for name in known}))}"
     )
+
+
+def _is_load(value: Any, num_experts: int) -> bool:
+    """Return whether an entry of the log is a load of each of so many experts."""
+    if not isinstance(value, list) or len(value) != num_experts:
+        return False
+    return all(isinstance(each, int | float) and 0 <= each < math.inf for each in value)
 
 
 def _names_in_log(layer: str) -> list[str]:

@@ -23,7 +23,7 @@ from ..layout import CheckpointError
 from ..reader import SetReader, read_set
 from ..state import MODEL, options_of
 from ..store import refuse_target
-from .change import write_change
+from .change import check_ffn, write_change
 from .history import Growth, updates_done
 from .mix import average, check_alike
 
@@ -137,6 +137,9 @@ def upcycle(
     states = [source.shared_state(with_optimizer=False) for source in sources]
     splits = [_split(state[MODEL], how) for state in states]
     ffns = [each for _, each in splits]
+    for path, each in zip(paths, ffns, strict=True):
+        for prefix, ffn in each.items():
+            check_ffn(ffn, f"{path}: {prefix}")
     width = _common_width(ffns[0], how, paths[0])
     mixed = splits[:1] if how.from_first else splits
     model = average([kept for kept, _ in mixed])
@@ -202,8 +205,9 @@ def _split(model: Mapping[str, Any], how: Upcycling) -> tuple[dict[str, Any], _F
     for name, value in model.items():
         layer = _LAYER.fullmatch(name)
         sparse = layer is not None and how.is_sparse(layer[2], int(layer[3]))
+        ffn = ffns.setdefault(layer[1], {}) if sparse else {}
         if sparse and _FFN.fullmatch(layer[4]):
-            ffns.setdefault(layer[1], {})[layer[4]] = value
+            ffn[layer[4]] = value
         elif not (sparse and _SECOND.fullmatch(layer[4])):
             kept[name] = value
     return kept, ffns
