@@ -98,6 +98,13 @@ setup(
         ],
         # what fairseq's --tensorboard-logdir writes with (or tensorboard itself)
         "tensorboard": ["tensorboardX>=2.6"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3"],
+        # what `pytest` imports beside the extra "fairseq", without which tests of the plugin fail
+        "test": [
+            "numpy>=1.26,<2",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3",
+            "safetensors>=0.8",
+        ],
     },
 )

@@ -122,6 +122,12 @@ def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     assert [line.split(":")[0] for line in lines] == [
         "no loss.png", "no experts.png", "no exchange.png", "no trace-*.png",
     ]  # fmt: skip
+    (tmp_path / "train.log").touch()
+    write(tmp_path / "expert_load.jsonl", map(json.dumps, LOADS))
+    assert picture.main([str(tmp_path)]) == 0  # what a run did not write is no news
+    assert capsys.readouterr().err.startswith("no loss.png: ")
+    (tmp_path / "train.log").unlink()
+    assert picture.main([str(tmp_path)]) == 0 and not capsys.readouterr().err
     assert "--log FILE" in lines[0] and "--moe-load-log-interval" in lines[1]
     for words in ([str(tmp_path / "none")], [str(tmp_path), "--log", "none"]):
         with pytest.raises(SystemExit, match="2"):

@@ -71,11 +71,13 @@ def _write_weights(source: ModelSource, folder: Path, max_bytes: int) -> None:
         shards[-1].append(name)
         filled += size
     file_of = {}
+    mode = folder.stat().st_mode & 0o666  # the umask's
     for number, names in enumerate(shards, start=1):
         label = "model" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}"
         file_of |= dict.fromkeys(names, f"{label}.safetensors")
         path = folder / f"{label}.safetensors"
         save_file(source.tensors(names), path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors lets the owner alone read it
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         write_json(folder / "model.safetensors.index.json", index)

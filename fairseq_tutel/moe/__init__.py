@@ -19,7 +19,7 @@ from .metrics import (
     wire_errors,
 )
 from .replace import every_other, replace_ffn
-from .reports import METRIC_NAMES, MoEAux, RouterAux, routing_metrics
+from .reports import METRIC_NAMES, MoEAux, RouterAux, metrics_of, routing_metrics
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterCall, Routing, build_routing
 

@@ -12,6 +12,8 @@ from ..config import MoEConfig
 from ..distributed import ExpertParallelGroups, PassState, StepAgreement, StepSettings, build_groups
 from .routers import Router
 
+_KEPT = 64  # calls of one model with different options that alternate are fewer
+
 
 def routing_config(
     config: MoEConfig | None,
@@ -84,7 +86,7 @@ def refuse_local_drop_of_slices(config: MoEConfig, groups: ExpertParallelGroups)
 class CallConfigs:
     """Routing options of calls with another ``top_k`` or ``capacity_factor`` than the layer's.
 
-    They are kept, because checking options is slow.
+    The newest :data:`_KEPT` are kept, because checking options is slow.
     """
 
     def __init__(self):
@@ -105,6 +107,8 @@ class CallConfigs:
                 changes["eval_capacity_token_fraction"] = 0.0  # takes precedence over the factor
             after = dataclasses.replace(config, **changes)
             self._changed[asked] = config, after
+            if len(self._changed) > _KEPT:  # under a schedule each step asks for other options
+                del self._changed[next(iter(self._changed))]
         return after
 
 

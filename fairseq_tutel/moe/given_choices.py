@@ -13,6 +13,9 @@ import torch
 
 from ..config import MoEConfig, share_ends
 
+# whose numbers fit int64
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclasses.dataclass
 class Steering:
@@ -64,12 +67,12 @@ def steer(
             return Steering(forced_TK, recorder=recorder)
         return Steering(recorder=recorder) if recorder is not None else None
     shape = x.shape[:-1]
-    if choices.is_floating_point() or choices.dtype == torch.bool or choices.shape[:-1] != shape:
+    if choices.dtype not in _INTEGERS or choices.shape[:-1] != shape:
         raise ValueError(
             f"choices must be integers {(*shape, 'K')}, got {choices.dtype} {tuple(choices.shape)}"
         )
-    given_TK = choices.reshape(-1, choices.shape[-1]).to(torch.int32)
-    expert_TK = decode(given_TK)
+    given_TK = choices.reshape(-1, choices.shape[-1])
+    expert_TK = decode(given_TK.long())  # checked before a cast to int32 could wrap around
     if expert_TK.numel() and int(expert_TK.max()) >= config.num_outputs:
         raise ValueError(
             f"choices has expert {int(expert_TK.max())}, the layer has {config.num_outputs}"
@@ -79,6 +82,7 @@ def steer(
     if bool(twice.any()):
         token = int(twice.any(1).nonzero()[0])
         raise ValueError(f"choices gives token {token} an expert twice: {given_TK[token].tolist()}")
+    given_TK = given_TK.to(torch.int32)
     if weights is None:
         return Steering(given_TK, recorder=recorder)
     if weights.shape != choices.shape or not weights.is_floating_point():

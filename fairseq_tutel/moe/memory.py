@@ -1,6 +1,6 @@
 """Estimate the memory of a training step, and find the free memory of a device.
 
-The planner uses the same formulas (``plan/memory.py`` explains them).
+The planner uses the same formulas (``plan/gpu_memory.py`` explains them).
 """
 
 from __future__ import annotations

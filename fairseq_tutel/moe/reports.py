@@ -29,6 +29,7 @@ METRIC_NAMES = (
     "all_to_all_cpu_time_ms",
     "all_to_all_cuda_time_ms",
 )
+_TIMES = METRIC_NAMES[-2:]
 
 
 class RouterAux(NamedTuple):
@@ -87,9 +88,14 @@ class MoEAux(NamedTuple):
         return 100.0 * nulls / (nulls + self.num_chosen_KE.sum()).clamp(min=1)
 
     def metrics_dict(self) -> dict[str, float]:
-        """Return the metrics by name. NOTE: the host waits for the device."""
-        values = routing_metrics([self])[:, 0]
-        return dict(zip(METRIC_NAMES, values.tolist(), strict=True))
+        """Return :func:`metrics_of` this report. NOTE: the host waits for the device."""
+        return metrics_of([self])
+
+    def __repr__(self) -> str:
+        """Return the loss and sizes; :meth:`metrics_dict` and ``load_E`` have the counts."""
+        choices, experts = self.num_routed_KE.shape
+        sizes = f"{self.num_tokens} tokens, {experts} experts, top-{choices}"
+        return f"{type(self).__name__}(loss={self.loss!r}, {sizes}; see metrics_dict(), load_E)"
 
 
 def make_aux(
@@ -114,6 +120,22 @@ def make_aux(
         record=record,
         update_load=update_load,
     )
+
+
+@torch.no_grad()
+def metrics_of(reports: Sequence[MoEAux]) -> dict[str, float]:
+    """Return the means of :func:`routing_metrics` over layers by name; times only if measured.
+
+    ``moe_drop`` is the percentage of this rank's routed pairs that got no row.
+    """
+    means = routing_metrics(reports).mean(1)
+    routed_L = torch.stack([aux.num_routed_KE.sum() for aux in reports])
+    kept_L = torch.stack([aux.num_kept_per_expert_E.sum() for aux in reports])
+    drop = 100.0 * (1 - kept_L / routed_L).nan_to_num(0.0).mean()  # 0/0: none routed
+    values = torch.cat([means, drop[None].to(means.dtype)]).tolist()
+    found = dict(zip((*METRIC_NAMES, "moe_drop"), values, strict=True))
+    timed = any(aux.record and (aux.record.cpu_ms or aux.record.cuda_ms) for aux in reports)
+    return {name: value for name, value in found.items() if timed or name not in _TIMES}
 
 
 @torch.no_grad()

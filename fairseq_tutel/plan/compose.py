@@ -7,14 +7,19 @@ fairseq-train.
 
 import argparse
 import contextlib
+import dataclasses
+import difflib
 import io
+import re
 import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from fairseq import options as options_of_fairseq
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
@@ -60,8 +65,24 @@ def load_config(directory: Path, name: str, overrides: Sequence[str]) -> DictCon
         add_defaults(config)
     except (HydraException, OmegaConfBaseException) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ValueError(" ".join(lines[:2])) from None
+        raise ValueError(" ".join(lines[:2]) + _nearest(str(error))) from None
     return config
+
+
+def _nearest(text: str) -> str:
+    """Name the keys that are closest to the unknown one in an error of Hydra."""
+    unknown = re.search(r"override '([\w.]+)'|full_key: ([\w.]+)", text)
+    if unknown is None:
+        return ""
+    sections = [*vars(FairseqConfig()).items()]
+    sections += [("model", row.schema) for row in ARCHITECTURES.values()]
+    known = dict.fromkeys(f"{name}.{key}" for name, kind in sections for key in _fields(kind))
+    near = difflib.get_close_matches(unknown[1] or unknown[2], known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _fields(kind: Any) -> dict[str, dataclasses.Field]:
+    return getattr(kind, "__dataclass_fields__", {})
 
 
 def _check_supported(option: str, arch: str | None) -> None:

@@ -95,12 +95,10 @@ class AuxLosses:
     def metrics_dict(self) -> dict[str, float]:
         """Return fairseq's routing metrics by name: means over the layers, for this rank's tokens.
 
-        :func:`~fairseq_tutel.moe.routing_metrics` describes them. Waits for the device.
+        :func:`~fairseq_tutel.moe.routing_metrics` describes them; ``moe_drop`` is the percentage of
+        pairs that were dropped. Waits for the device.
         """
-        if not self.layers:
-            return {}
-        means = moe.routing_metrics([aux for _, aux in self.layers]).mean(1)
-        return dict(zip(moe.METRIC_NAMES, means.tolist(), strict=True))
+        return moe.metrics_of([aux for _, aux in self.layers]) if self.layers else {}
 
     @torch.no_grad()
     def utilisation(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from ..moe.model import unwrap
 # remedies for programs that are not fairseq
 _OPTIONS = (
     "compute activations again (torch.utils.checkpoint, use_reentrant=False)",
+    "keep less in the experts (activation_memory='lean', or 'minimal')",
     "fewer experts than ranks, in slices (build_groups(E, placement='sliced'))",
     "shard dense state (shard_optimizer, shard_dense)",
 )

@@ -36,7 +36,8 @@ OURS = [
     (f"{TRAIN.replace('moe_cross_entropy', 'cross_entropy')} --moe-gate-loss-wt 0.1",
      "--moe-gate-loss-wt belongs to --criterion moe_cross_entropy"),
     (TRAIN.replace("transformer_lm_gpt_moe", "transformer_lm_gpt"),
-     "--moe-expert-count belongs to --arch transformer_lm_gpt_moe"),
+     "--moe-expert-count belongs to --arch transformer_lm_gpt_moe or transformer_moe, the command "
+     "has --arch transformer_lm_gpt"),
     (TRAIN.replace("--task language_modeling", ""), "--tokens-per-sample belongs to --task "
      "language_modeling; the task is translation, the default"),
     (f"fairseq-train {DATA} {MOE} --batch-size 3 --no-save",

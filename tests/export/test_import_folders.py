@@ -42,9 +42,9 @@ def test_export_import_and_export_are_equal_to_the_bit(case, tmp_path, capsys):
     files = {each.name for each in (tmp_path / "one").iterdir()}
     assert files == {each.name for each in (tmp_path / "two").iterdir()}
     for name in files:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
-            name
-        )
+        one, two = (tmp_path / folder / name for folder in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes(), name
+        assert one.stat().st_mode == (path.parent / "dict.txt").stat().st_mode, name  # the umask's
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def gating(
         sum(full_K),
         capacity,
         _loss(logits_TE, prob_TE, chosen, live, config),
-        _metrics(prob_TE.detach(), shown, num_routed_K, full_K, experts),
+        _metrics(prob_TE.detach(), shown, num_routed_K, full_K, experts, len(place)),
     )
 
 
@@ -358,9 +358,10 @@ def _loss(logits_TE, prob_TE, chosen, live, config):
     return outputs * (mean_E * share_E).sum() + config.z_loss_weight * z_loss
 
 
-def _metrics(prob_TE, chosen, num_routed_K, full_K, experts):
+def _metrics(prob_TE, chosen, num_routed_K, full_K, experts, kept):
     tokens = max(len(prob_TE), 1)
-    metrics = {"all_to_all_cpu_time_ms": 0.0, "all_to_all_cuda_time_ms": 0.0}
+    routed = sum(num_routed_K)
+    metrics = {"moe_drop": 100 * (routed - kept) / routed if routed else 0.0}
     metrics["entropy_gating"] = (
         -sum(p * math.log(p) for p in prob_TE.flatten().tolist() if p) / tokens
     )

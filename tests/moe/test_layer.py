@@ -1,5 +1,6 @@
 """The whole layer on one rank against a loop over tokens and experts, and its interface."""
 
+import gc
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
-from fairseq_tutel.moe import METRIC_NAMES, MoELayer
+from fairseq_tutel.moe import MoEConfig, MoELayer
 from fairseq_tutel.training import collect_aux
 
 M, HIDDEN, E = 6, 10, 4
@@ -102,9 +103,22 @@ def test_layer_equals_a_loop(name, training, dtype):
     for key, weight in weights.items():
         grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         assert_close(f"gradient of {key}", grads[key], grad, dtype)
+    assert repr(aux).startswith("MoEAux(loss=tensor(") and len(repr(aux)) < 200
     for key, value in aux.metrics_dict().items():
         assert value == pytest.approx(routed.metrics[key], rel=1e-5, abs=1e-5), key
-    assert set(routed.metrics) == set(METRIC_NAMES)
+
+
+def test_a_schedule_of_capacities_keeps_few_configs():
+    layer, x = MoELayer(M, 4, HIDDEN).eval(), torch.randn(3, M)
+
+    def configs():
+        return sum(isinstance(each, MoEConfig) for each in gc.get_objects())
+
+    before = configs()
+    with torch.no_grad():
+        for step in range(200):
+            layer(x, capacity_factor=1 + step / 100)
+    assert configs() - before < 100
 
 
 def test_wrong_state_dicts_are_refused_by_name():

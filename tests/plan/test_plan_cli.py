@@ -62,6 +62,8 @@ def test_what_the_grown_model_needs(capsys):
         ("gpus=512 dataset.batch_size=64", "at the peak on GPUs with 76,294 MiB to fill; lar"),
         ("gpus=0", "gpus=0"),
         ("gpu=512", "did you mean gpus"),
+        ("model.moe_topk=1", "did you mean model.moe_top_k"),
+        ("optimization.max_updates=1", "did you mean optimization.max_update"),
         ("hardware=abacus", "a100-80g"),
         ("model.decoder_attention_heads=30", "--decoder-attention-heads 30"),
         ("model.moe_freq=40", "--moe-freq 40"),

@@ -20,7 +20,7 @@ def test_the_error_names_consumers_and_what_helps():
     message = (
         r"out of memory \(it tried to allocate 4,194,304\.0 GiB\): the largest are optimizer state "
         r"2\.0 MiB, weights 1\.0 MiB, gradients 1\.0 MiB; what helps: "
-        r".*checkpoint.*; .*slices .*; .*shard"
+        r".*checkpoint.*; .*='lean'.*; .*slices .*; .*shard"
     )
     explained = explain_out_of_memory(model, optimizer)
     with pytest.raises(torch.OutOfMemoryError, match=message) as raised, explained:

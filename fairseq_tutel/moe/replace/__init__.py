@@ -63,8 +63,9 @@ def replace_ffn(
         num_experts (int): E, the experts of a layer over all ranks.
         copy_weights (bool): start every expert as the block, and keep ``requires_grad`` (default
             False: draw new weights, all trained). The first output of the model is unchanged if
-            ``top_k`` > 1 and no pair is dropped (``capacity_factor=0``); with ``top_k=1`` it is
-            weighted by the gate's probability. Biases that the block lacks stay zero. All ranks
+            ``top_k`` > 1, no pair is dropped (``capacity_factor=0``), and no null experts, shared
+            expert, ``route_scale`` or ``unnormalized_weights`` are asked for; with ``top_k=1`` it
+            is weighted by the gate's probability. Biases that the block lacks stay zero. All ranks
             need the same weights.
         groups (ExpertParallelGroups): placement of the experts (default: all ranks; collective).
         seed (int): seed of new weights (default: drawn from torch's generator).

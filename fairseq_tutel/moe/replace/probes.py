@@ -18,6 +18,10 @@ from ..torch_modes import hooks_of, without_autocast
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Values agree up to rounding. Gradients may differ more: a unit may be just at a kink, as of ReLU.
 _VALUES, _GRADIENTS = 2e-5, 0.02
+_WHOLE = (
+    ". Match a module with the whole feed-forward network; if its two linear layers are in modules "
+    "of their own (BERT's intermediate and output), put both into one module with its own forward"
+)
 # Sizes of the tokens: small ones tell activations apart, large ones reach limits such as ReLU6's.
 _SCALES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -141,7 +145,7 @@ def fit_width(name: str, probe: nn.Module) -> Tensor:
             return x
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         wrong = f"it maps {list(x.shape)} to {got}"
-    raise ValueError(f"{name} ({type(probe).__name__}) is no [..., M] -> [..., M]: {wrong}")
+    raise ValueError(f"{name} ({type(probe).__name__}) is no [..., M] -> [..., M]: {wrong}{_WHOLE}")
 
 
 def _refuse_in_place(name: str, probe: nn.Module, x: Tensor) -> None:
@@ -168,7 +172,7 @@ def check_tokens(name: str, probe: nn.Module, x: Tensor) -> None:
             mode = "training" if training else "evaluation"
             raise ValueError(
                 f"{where}a token's output depends on other tokens in {mode} (or on random numbers "
-                "that torch.manual_seed does not set)"
+                f"that torch.manual_seed does not set){_WHOLE}"
             )
     drawn = copy.deepcopy(probe).eval()
     draw_weights(drawn, 1)

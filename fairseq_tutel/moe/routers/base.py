@@ -24,7 +24,8 @@ are its own), its options, and a name::
             self.wg = nn.Linear(model_dim, config.num_outputs, bias=False)
 
         def logits(self, x_TM):
-            return self.options.scale * call_in(self.wg, x_TM, torch.float32)
+            dtype = torch.promote_types(x_TM.dtype, torch.float32)  # at least fp32
+            return self.options.scale * call_in(self.wg, x_TM, dtype)
 
 That is all: ``MoELayer(..., router="mine", router_options={"scale": 2.0})``, ``--moe-router mine
 --moe-mine-scale 2``, ``model.moe_mine_scale`` of a Hydra config, the planner and checkpoints have

@@ -92,6 +92,9 @@ def test_a_resumed_run_writes_later_updates_again(tmp_path):
             save(trainer, tmp_path / "x.pt")
     with (tmp_path / "trace-rank-0.jsonl").open("a") as file:
         file.write('{"update": 1, "mode"')  # cut short by a crash
+    # of a stretch on two ranks that this run abandons
+    other = [json.dumps({"update": update}) for update in (0, 2, 3)]
+    (tmp_path / "trace-rank-1.jsonl").write_text("\n".join(other) + "\n")
     again = make_trainer(cfg)
     again.load_checkpoint(str(tmp_path / "x.pt"))
     again.train_step([make_batch(9)])
@@ -99,3 +102,4 @@ def test_a_resumed_run_writes_later_updates_again(tmp_path):
     assert [each.get("resumed") for each in lines] == [False, None, None, True, None]
     assert [each["update"] for each in lines] == [0, 1, 2, 0, 3]
     assert len(lines[-1]["tokens"][""]) == 4 * LENGTH
+    assert [each["update"] for each in read(tmp_path, 1)] == [0, 2]

@@ -56,17 +56,20 @@ def _task_with(flag: str) -> str | None:
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     """Name the owner of the first unknown option that has one, or the closest known options."""
-    configs = {f"--arch {row.name}": row.schema for row in ARCHITECTURES.values()}
-    configs |= {f"--criterion {name}": row.config for name, row in CRITERIONS.items()}
-    owners = {
-        "--" + name.replace("_", "-"): choice
-        for choice, config in reversed(configs.items())
-        for name, field in config.__dataclass_fields__.items()
-        if not str(field.default).startswith("${")  # of the task
-    }
+    configs = [("--arch", row.name, row.schema) for row in ARCHITECTURES.values()]
+    configs += [("--criterion", name, row.config) for name, row in CRITERIONS.items()]
+    owners: dict[str, list[tuple[str, str]]] = {}
+    for kind, choice, config in configs:
+        for name, field in config.__dataclass_fields__.items():
+            if not str(field.default).startswith("${"):  # of the task
+                owners.setdefault("--" + name.replace("_", "-"), []).append((kind, choice))
     for flag in unknown:
         if flag in owners:
-            return f"; {flag} belongs to {owners[flag]}, which the command does not have"
+            kind = owners[flag][0][0]
+            names = " or ".join(name for of, name in owners[flag] if of == kind)
+            given = flag_value(sys.argv[1:], kind)
+            has = f"the command has {kind} {given}" if given else "which the command does not have"
+            return f"; {flag} belongs to {kind} {names}, {has}"
         if task := _task_with(flag):
             given = flag_value(sys.argv[1:], "--task")
             chosen = given or f"{parser.get_default('task')}, the default"

@@ -6,7 +6,8 @@ pass, without padding. ``training/STEERING.md`` lists their entries.
 
 import inspect
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,7 @@ from . import program
 
 # argument of a model's forward method with the tokens of a stack
 _TOKENS = {"decoder": "prev_output_tokens"}
+_FILE = "trace-rank-{}.jsonl"
 _TRAINING = ("train", "valid")  # modes of a program that trains
 
 
@@ -47,7 +49,7 @@ class RoutingTrace:
         modes: Sequence[str] = _TRAINING,
     ):
         rank, self._ranks = process_world()
-        self._path = os.path.join(folder, f"trace-rank-{rank}.jsonl")
+        self._path = os.path.join(folder, _FILE.format(rank))
         self._model, self._interval = model, interval
         self._signature = inspect.signature(model.forward)
         names = {id(layer): str(key) for key, layer in model.moe_layers.items()}
@@ -69,7 +71,18 @@ class RoutingTrace:
         """Go on after an update; ``rewrite``: drop the lines of later updates."""
         self._is_resumed = True
         if rewrite:
-            drop_after(self._path, update)
+            for path in (self._path, *self._of_absent_ranks()):
+                drop_after(path, update)
+
+    def _of_absent_ranks(self) -> Iterator[str]:
+        """Yield, on the first rank, the files of ranks that a run before had beside these."""
+        folder, name = os.path.split(self._path)
+        for other in (
+            os.listdir(folder) if name == _FILE.format(0) and os.path.isdir(folder) else ()
+        ):
+            number = re.fullmatch(_FILE.format(r"(\d+)"), other)
+            if number and int(number[1]) >= self._ranks:
+                yield os.path.join(folder, other)
 
     def before(self, update: int, fillers: int) -> None:
         """Begin the passes of an update, or of a validation after it."""

@@ -101,11 +101,12 @@ class MemoryMixin:
         model, sharding = self.cfg.model, self.cfg.distributed_training.zero_sharding
         sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
         checkpoints = getattr(model, "checkpoint_activations", False)
-        keeps_less = getattr(model, "moe_activation_memory", "lean") != "fast"
+        mode = str(getattr(model, "moe_activation_memory", "minimal"))
         in_backward = getattr(model, "moe_update_in_backward", False)
         is_on = {
             "--checkpoint-activations": checkpoints,
-            "--moe-activation-memory lean": checkpoints or keeps_less,
+            "--moe-activation-memory lean": checkpoints or mode != "fast",
+            "--moe-activation-memory minimal": checkpoints or mode != "lean",
             "--moe-expert-placement sliced (fewer experts than ranks)": sliced,
             "--zero-sharding os (several ranks)": sharding == "os",
             "--moe-update-in-backward (without --clip-norm)": in_backward,
