@@ -1,0 +1,362 @@
+"""The product of choices on the way through the experts, against a loop over tokens in fp64.
+
+A cell is one value of each axis. Each pair of values occurs in a cell. A cell equals the loop, or
+is refused with its words.
+"""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.distributed import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel.config import ExchangeConfig
+from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.experts import LoRAExperts, Stacked, StackedExperts, register_experts
+
+M, H, K = 16, 32, 2  # widths that fp8 can multiply
+TOKENS = (9, 14)  # of each rank
+AXES = {
+    "network": ("ffn", "swiglu", "clamped_swiglu", "leaky", "modules"),
+    "keep": ("fast", "lean", "minimal", "lean fp8"),
+    "compute": ("same", "fp8"),
+    "held": ("trained", "bf16", "int8", "mapped"),
+    "lora": ("none", "same", "int8"),
+    "place": ("alone", "ranks", "r=0", "slices r=1", "slices r=2"),
+    "degree": (1, 2, 4),
+    "helped": (False, True),
+    "padded": (False, True),
+    "autocast": (False, True),
+    "recompute": (None, True, False),
+    "frozen": ("nothing", "experts", "tokens"),
+}
+
+
+@register_experts("leaky")
+class Leaky(StackedExperts):
+    """leaky relu between two projections"""
+
+    layout = {"up_weight": Stacked("FM", "up.weight"), "down_weight": Stacked("MF", "down.weight")}
+
+    def compute(self, prepared, rows, offsets):
+        up, down = prepared.params
+        return self.product(F.leaky_relu(self.product(rows, up, offsets)), down, offsets)
+
+
+def expert_of(x, network, w):
+    """One expert on rows [n, M]; ``w`` are its tensors by name."""
+    if network == "leaky":
+        return F.leaky_relu(x @ w["up.weight"].t()) @ w["down.weight"].t()
+    hidden = F.linear(x, w["fc1.weight"], w["fc1.bias"])
+    if network == "swiglu":
+        hidden = F.silu(F.linear(x, w["fc_gate.weight"], w["fc_gate.bias"])) * hidden
+    elif network == "clamped_swiglu":
+        gate = F.linear(x, w["fc_gate.weight"], w["fc_gate.bias"]).clamp(max=7)
+        hidden = gate * torch.sigmoid(1.702 * gate) * (hidden.clamp(-7, 7) + 1)
+    else:
+        hidden = F.gelu(hidden)
+    return F.linear(hidden, w["fc2.weight"], w["fc2.bias"])
+
+
+def shapes_of(network):
+    firsts = ("fc_gate", "fc1") if "swiglu" in network else ("fc1",)
+    if network == "leaky":
+        return {"up.weight": (H, M), "down.weight": (M, H)}
+    shapes = {}
+    for first in firsts:
+        shapes |= {f"{first}.weight": (H, M), f"{first}.bias": (H,)}
+    return shapes | {"fc2.weight": (M, H), "fc2.bias": (M,)}
+
+
+def invalid(cell):
+    """Whether axes of a cell exclude each other without a refusal."""
+    if cell.held != "trained" and (cell.recompute is not None or cell.frozen != "nothing"):
+        return True  # evaluation has no gradients
+    if cell.held != "trained" and cell.lora != "none":
+        return True  # LoRA has storages of its own
+    if cell.lora != "none" and cell.frozen == "experts":
+        return True
+    return cell.recompute is True and cell.frozen == "tokens"  # nothing needs a gradient
+
+
+def cells():
+    """Cells that compute and hold each pair of values; for a refused pair a plain cell."""
+    rng, found = random.Random(0), []
+    plain = {name: values[0] for name, values in AXES.items()}
+    seen = set()
+    for (a, x), (b, y) in itertools.combinations(AXES.items(), 2):
+        for pair in itertools.product([(a, value) for value in x], [(b, value) for value in y]):
+            if pair in seen:
+                continue
+            for attempt in range(100):
+                drawn = {name: rng.choice(values) for name, values in AXES.items()}
+                mostly = rng.sample(sorted(AXES), attempt // 9)
+                drawn |= {name: plain[name] for name in mostly}
+                cell = SimpleNamespace(**{**drawn, **dict(pair)})
+                if not invalid(cell) and words(cell) is None:
+                    break
+            else:
+                cell = SimpleNamespace(**{**plain, **dict(pair)})
+                if "helped" in (a, b) and "place" not in (a, b):
+                    cell.place = "ranks"
+                if invalid(cell):
+                    continue
+            found.append(cell)
+            seen.update(itertools.combinations(vars(cell).items(), 2))
+    return found
+
+
+def words(cell):
+    """What a refused cell is refused with; None for a cell that computes."""
+    built, own = cell.network in ("ffn", "swiglu"), cell.network == "modules"
+    sliced = cell.place.startswith("slices")
+    if sliced and own:
+        return "cannot be cut"
+    if own and (cell.keep != "fast" or cell.compute == "fp8" or cell.held != "trained"):
+        return "says what the experts are"
+    if cell.held != "trained" and cell.compute == "fp8":
+        return "has its own"
+    if cell.compute == "fp8" and not built:
+        return "networks ffn, swiglu and geglu"
+    if cell.keep != "fast" and cell.held == "trained" and not built:
+        return "networks ffn, swiglu and geglu"
+    if cell.held != "trained" and sliced:
+        return "whole experts"
+    if cell.place == "r=0" and (own or cell.held != "trained"):
+        return "cannot be gathered"
+    if cell.helped:
+        if cell.place in ("r=0", "slices r=1", "slices r=2") or own or cell.held != "trained":
+            return "balance_ranks=True moves whole experts"
+        if cell.padded:
+            return "needs capacity_factor=0"
+        if cell.keep != "fast":
+            return "needs activation_memory='fast'"
+    if cell.lora != "none":
+        if own:
+            return "LoRA is for"
+        if cell.keep != "fast":
+            return "LoRAExperts"
+    return None
+
+
+def tensors_of(cell):
+    """Weights of all experts by number and name, LoRA's, tokens, weights and choices; fp64."""
+    generator = torch.Generator().manual_seed(5)
+    experts = 1 if cell.place.startswith("slices") else 4
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights, updates = [], []
+    for _ in range(experts):
+        shapes = shapes_of(cell.network)
+        weights.append({name: draw(*shape) / shape[-1] ** 0.5 for name, shape in shapes.items()})
+        updates.append({})
+        for name, shape in shapes.items():
+            if len(shape) == 2:
+                layer = name.rpartition(".")[0]
+                updates[-1][f"{layer}.lora_A"] = draw(2, shape[1]) / shape[1] ** 0.5
+                updates[-1][f"{layer}.lora_B"] = draw(shape[0], 2) / 2
+    count = sum(TOKENS)
+    top_k = min(K, experts)
+    choices = draw(count, experts).topk(top_k, 1).indices
+    choices[: count // 2, 0] = 0 if top_k == 1 else choices[: count // 2, 0]
+    return weights, updates, draw(count, M), draw(count, top_k).abs(), choices, draw(count, M)
+
+
+def tolerance(cell):
+    """Largest relative error: rounding of fp64, or of the formats that a cell has."""
+    rounded = (
+        (cell.compute == "fp8") + (cell.keep == "lean fp8") + cell.autocast
+        + (cell.held in ("int8", "bf16")) + (cell.lora == "int8")
+    )  # fmt: skip
+    return 0.08 * rounded or 1e-11
+
+
+def oracle(cell):
+    """y, and gradients of tokens, weights and experts' tensors by (expert, name)."""
+    weights, updates, x, weight, choices, target = tensors_of(cell)
+    leaves = {"x": x, "weight": weight}
+    for expert, own in enumerate(weights):
+        leaves |= {(expert, name): value for name, value in own.items()}
+        leaves |= {(expert, name): value for name, value in updates[expert].items()}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    y = []
+    for t, x_M in enumerate(x):
+        y_M = torch.zeros(M, dtype=torch.float64)
+        for k, expert in enumerate(choices[t].tolist()):
+            own = dict(weights[expert])
+            if cell.lora != "none":
+                for name in [each for each in own if each.endswith(".weight")]:
+                    layer = name.rpartition(".")[0]
+                    a, b = (updates[expert][f"{layer}.lora_{factor}"] for factor in "AB")
+                    own[name] = own[name] + 1.5 * b @ a
+            y_M = y_M + weight[t, k] * expert_of(x_M[None], cell.network, own)[0]
+        y.append(y_M)
+    y = torch.stack(y)
+    (y * target).sum().backward()
+    return y.detach(), {key: leaf.grad for key, leaf in leaves.items()}
+
+
+def own_expert():
+    return nn.Sequential(nn.Linear(M, H), nn.GELU(), nn.Linear(H, M))
+
+
+OWN_NAMES = {"0.weight": "fc1.weight", "0.bias": "fc1.bias"}
+OWN_NAMES |= {"2.weight": "fc2.weight", "2.bias": "fc2.bias"}
+
+
+def build(cell):
+    place, experts = cell.place, 1 if cell.place.startswith("slices") else 4
+    placement = "sliced" if place.startswith("slices") else "replicated"
+    groups = build_groups(experts, placement=placement)
+    r = {"r=0": 0, "slices r=2": 2}.get(place, 1)
+    keep, _, storage = cell.keep.partition(" ")
+    given = {"activation_memory": keep, "activation_storage": storage or "same"}
+    given |= {"expert_compute": cell.compute}
+    if cell.held != "trained":
+        given["expert_storage"] = cell.held
+    if cell.network == "modules":
+        given |= {"expert_fn": own_expert}
+    else:
+        gated = "swiglu" in cell.network
+        options = {"expert_options": {"bias": True}} if gated else {}
+        given |= {"hidden_dim": H, "expert_network": cell.network, **options}
+    exchange = ExchangeConfig(
+        "linear", overlap_degree=cell.degree, r=r,
+        balance_ranks=cell.helped, balance_tolerance=1.0, balance_min_rows=int(cell.helped),
+    )  # fmt: skip
+    factor = float(experts) if cell.padded else 0.0
+    factors = {"capacity_factor": factor, "eval_capacity_factor": factor}
+    given |= {"groups": groups, "exchange": exchange, "top_k": min(K, experts), **factors}
+    return MoELayer(M, experts, seed=1, **given)
+
+
+def load(cell, layer):
+    weights, updates, *_ = tensors_of(cell)
+    groups = layer.groups
+    state = {"gate.wg.weight": torch.zeros_like(layer.gate.wg.weight)}
+    names = {v: k for k, v in OWN_NAMES.items()} if cell.network == "modules" else {}
+    for slot, expert in enumerate(groups.local_experts):
+        for name, value in weights[expert].items():
+            state[f"experts.{slot}.{names.get(name, name)}"] = value
+    layer.load_state_dict(state)
+    if cell.lora != "none":
+        layer.experts = LoRAExperts(layer.experts, 2, 3.0, cell.lora)
+        for slot, expert in enumerate(groups.local_experts):
+            for name, value in updates[expert].items():
+                state[f"experts.{slot}.{name}"] = value
+        layer.load_state_dict(state)
+
+
+def run(cell):
+    """y and gradients of a rank, by name; or the words of the refusal."""
+    rank, world = process_world()
+    *_, x, weight, choices, target = tensors_of(cell)
+    begin = sum(TOKENS[:rank]) if world > 1 else 0
+    mine = slice(begin, begin + TOKENS[rank] if world > 1 else None)
+    x, weight, choices, target = x[mine], weight[mine], choices[mine], target[mine]
+    try:
+        layer = build(cell)
+        layer = layer if cell.autocast else layer.double()
+        load(cell, layer)
+        dtype = torch.float32 if cell.autocast else torch.float64
+        x, weight = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        if cell.frozen == "experts":
+            layer.experts.requires_grad_(False)
+        elif cell.frozen == "tokens":
+            x.requires_grad_(False)
+
+        def call(x):
+            return layer(x, choices=choices, weights=weight)
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=cell.autocast):
+            if cell.held != "trained":
+                layer.eval()
+                with torch.no_grad():
+                    return call(x).double(), {}
+            if cell.recompute is None:
+                y = call(x)
+            else:
+                y = checkpoint(call, x, use_reentrant=cell.recompute)
+        (y.double() * target).sum().backward()
+    except ValueError as error:
+        return str(error)
+    grads = {"x": x.grad, "weight": weight.grad}
+    for name, param in layer.experts.named_parameters():
+        if not param.requires_grad:
+            continue
+        if cell.network == "modules":
+            slot, _, leaf = name.partition(".")
+            pairs = [(f"{slot}.{OWN_NAMES[leaf]}", param.grad)]
+        else:
+            pairs = zip(layer.experts.single_names()[name], param.grad, strict=True)
+        for single, grad in pairs:
+            slot, _, leaf = single.partition(".")
+            grads[layer.groups.local_experts[int(slot)], leaf] = grad
+    return y.detach().double(), {k: None if g is None else g.double() for k, g in grads.items()}
+
+
+def _run_all(chosen):
+    found = []
+    for cell in chosen:
+        try:
+            found.append(run(cell))
+        except Exception as error:
+            raise AssertionError(str(cell)) from error
+    return found
+
+
+def check(cell, by_rank):
+    want_words = words(cell)
+    if want_words is not None:
+        assert all(isinstance(each, str) and want_words in each for each in by_rank), (
+            cell,
+            by_rank,
+        )
+        return
+    assert not any(isinstance(each, str) for each in by_rank), (cell, by_rank)
+    want_y, want = oracle(cell)
+    has_lora = cell.lora != "none"
+
+    def near(name, found, wanted):
+        error = (found - wanted).norm() / wanted.norm().clamp(min=1e-3)
+        assert error <= tolerance(cell), f"{name}: {float(error):.2e}\n{cell}"
+
+    near("y", torch.cat([y for y, _ in by_rank]), want_y)
+    for name in {"x": ["x"], "tokens": ["weight"]}.get(cell.frozen, ["x", "weight"]):
+        if cell.held == "trained" and not (name == "x" and cell.frozen == "tokens"):
+            near(name, torch.cat([grads[name] for _, grads in by_rank]), want[name])
+    if cell.held != "trained" or cell.frozen == "experts":
+        return
+    trained = {key for key in want if isinstance(key, tuple) and ("lora" in key[1]) == has_lora}
+    assert trained == {key for _, grads in by_rank for key in grads if isinstance(key, tuple)}
+    for key in trained:
+        parts = [grads[key] for _, grads in by_rank if key in grads]
+        wanted = want[key]
+        dims = [d for d in range(wanted.dim()) if parts[0].shape[d] != wanted.shape[d]]
+        if dims:
+            near(key, torch.cat(parts, dims[0]), wanted)
+        else:  # copies on several ranks add up
+            near(key, sum(parts), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_cell_is_the_loop_or_refused(ranks):
+    chosen = [cell for cell in cells() if (cell.place == "alone") == (ranks == 1)]
+    results = run_ranks(_run_all, ranks, chosen, timeout=200)
+    failures = []
+    for number, cell in enumerate(chosen):
+        try:
+            check(cell, [rank[number] for rank in results])
+        except AssertionError as error:
+            failures.append(str(error)[:600])
+    if failures:
+        pytest.fail(f"{len(failures)} of {len(chosen)} cells\n" + "\n\n".join(failures[:12]))
