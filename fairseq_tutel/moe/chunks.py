@@ -26,6 +26,10 @@ class Chunk(NamedTuple):
     by_expert: Callable[[torch.Tensor], torch.Tensor]
     by_rank: Callable[[torch.Tensor], torch.Tensor]
 
+    def of(self, rows_RM: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the chunk's part of a buffer; None stays None."""
+        return None if rows_RM is None else rows_RM[self.span]
+
 
 def to_parts(routing: Routing, copies: int) -> Routing:
     """Replace each expert of a routing by its ``copies`` (r) parts, each on a rank of its own.

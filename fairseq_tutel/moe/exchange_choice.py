@@ -57,10 +57,6 @@ class ExchangeChoice(NamedTuple):
                 f"needs r=1, placement='replicated' and expert_storage='stacked', not r={way.r}, "
                 f"placement={way.groups.placement!r} and {type(experts).__name__}"
             )
-        if self.config.balance_ranks and experts.memory.mode != "fast":
-            raise ValueError(
-                f"balance_ranks=True needs activation_memory='fast', not {experts.memory.mode!r}"
-            )
         if way.is_replicated or experts.can_be_gathered:
             return
         if way.r != 1 or way.groups.num_slices > 1:

@@ -27,6 +27,13 @@ class Steering:
     chosen_TK: torch.Tensor | None = None  # int32, by the router; None if it does not say so
     recorder: Callable[[torch.Tensor], None] | None = None  # gets the choices [..., K]
 
+    def take(self) -> torch.Tensor | None:
+        """Return the given experts, rejected ones too, -1 for none; None if nothing is given."""
+        if self.given_TK is None:
+            return None
+        self.taken = True
+        return decode(self.given_TK)
+
     def finish(self, expert_TK: torch.Tensor, shape: Sequence[int]) -> None:
         """Check that the router took the given choices; pass all, [*shape, K], to the recorder."""
         if self.given_TK is not None and not self.taken:
@@ -52,21 +59,22 @@ def steer(
     choices: torch.Tensor | None,
     weights: torch.Tensor | None,
     config: MoEConfig,
-    x: torch.Tensor,
+    shape: torch.Size,
+    device: torch.device,
     recorder: Callable[[torch.Tensor], None] | None = None,
 ) -> Steering | None:
     """Check the choices of a call and return what its router needs; None if nothing is asked.
 
+    ``shape`` is that of x without M.
     NOTE: the host waits for the device to check the numbers. Raise ValueError for wrong ones.
     """
     if choices is None:
         if weights is not None:
             raise ValueError("weights= belongs to choices=, which is not given")
         if config.force_load:
-            forced_TK = forced_choices(config, x.shape[:-1].numel(), x.device)
+            forced_TK = forced_choices(config, shape.numel(), device)
             return Steering(forced_TK, recorder=recorder)
         return Steering(recorder=recorder) if recorder is not None else None
-    shape = x.shape[:-1]
     if choices.dtype not in _INTEGERS or choices.shape[:-1] != shape:
         raise ValueError(
             f"choices must be integers {(*shape, 'K')}, got {choices.dtype} {tuple(choices.shape)}"
@@ -128,11 +136,19 @@ def encode(expert_TK: torch.Tensor, rejected_TK: torch.Tensor | None) -> torch.T
     return torch.where(rejected_TK & (expert_TK >= 0), -2 - expert_TK, expert_TK)
 
 
-def key_of_given(expert_TK: torch.Tensor, key_TE: torch.Tensor) -> torch.Tensor:
+def key_of_given(
+    expert_TK: torch.Tensor,
+    score_TE: torch.Tensor,
+    key_TE: torch.Tensor | None,
+    gumbel_TE: torch.Tensor | None,
+) -> torch.Tensor:
     """Return keys whose largest are the given experts in their order; others keep their order.
 
-    Selecting by a key makes a replay the same computation as the recorded run; a gather would not.
+    The others' order is that of the keys (None: scores) with noise. Selecting by a key makes a
+    replay the same computation as the recorded run; a gather would not.
     """
+    key_TE = score_TE.detach() if key_TE is None else key_TE
+    key_TE = key_TE if gumbel_TE is None else key_TE + gumbel_TE
     top_k, (num_tokens, num_experts) = expert_TK.shape[1], key_TE.shape
     highest = torch.finfo(key_TE.dtype).max / torch.arange(
         2, top_k + 3, dtype=key_TE.dtype, device=key_TE.device

@@ -22,28 +22,29 @@ def balanced(
     routing: Routing,
     experts: ExpertBank,
     choice: ExchangeChoice,
-    x_TM: torch.Tensor,
+    model_dim: int,
+    dtype: torch.dtype,
     record: ExchangeRecord | None,
 ) -> tuple[Routing, Any, list[tuple[torch.Tensor, Splits]]]:
     """Plan who helps whom in a step. Collective; the host reads the counts of all ranks.
 
-    Rows of ``routing`` are ragged, in the order of the experts. ``record`` takes the loads of the
+    Rows of ``routing``, of ``dtype``, are ragged, by expert. ``record`` takes the loads of the
     ranks, and what moves. Return the routing to pieces, the bank or :class:`HelpedExperts`, and the
     counts of chunks as ``ExchangeAlgorithm.share_chunks`` does.
     """
     groups, degree = choice.exchange.groups, choice.overlap_degree
-    device, rank = x_TM.device, groups.ep_rank
+    device, rank = routing.dest_row_TK.device, groups.ep_rank
     count_PE = balance.gather_counts(routing.num_kept_per_expert_E, groups)
     # not by whether gradients are enabled: a recomputation enables them and must plan the same
     min_rows = choice.config.balance_min_rows or balance.measured_break_even(
-        groups, x_TM.dtype, device, training=experts.training
+        groups, dtype, device, training=experts.training
     )
     weights = sum(param.numel() for param in experts.parameters()) / groups.num_local_experts
     plan = balance.plan_step(
         count_PE,
         tolerance=choice.config.balance_tolerance,
         min_rows=min_rows,
-        travel=balance.rows_while_travelling(min_rows, x_TM.shape[1], weights),
+        travel=balance.rows_while_travelling(min_rows, model_dim, weights),
     )
     chunks = plan.chunks(rank, degree)
     own_rows = [int(count_Pv[:, : plan.local].sum()) for count_Pv, _ in chunks]
@@ -111,7 +112,7 @@ class HelpedExperts:
     def _first(self, own, prepared):
         """Compute the own rows of the first chunk while the weights travel."""
         if prepared is None:
-            prepared = self._experts.prepare_to_move(own.rows.dtype)
+            prepared = self._experts.prepare(own.rows.dtype, travels=True)
         assert prepared is not None  # banks without parameters are refused
         params, unfilled = self.moves.start(prepared.params)
         self._own = prepared._replace(params=params)

@@ -26,8 +26,8 @@ from .pass_state import pass_state
 from .reports import MoEAux, RouterAux, make_aux
 from .requests import Requests, serve
 from .routers import Router, jitter_tokens, make_router, route_logits
-from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, tokens_of
-from .torch_modes import untraced, without_autocast
+from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens
+from .torch_modes import autocast_dtype, untraced, without_autocast
 from .update_load import UpdateLoad
 
 if TYPE_CHECKING:
@@ -249,9 +249,9 @@ class MoELayer(nn.Module):
         """Apply the layer with the arguments of :meth:`forward`; the recorder gets the choices."""
         top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
-        steering = steer(choices, weights, config, x, recorder)
+        steering = steer(choices, weights, config, x.shape[:-1], x.device, recorder)
         dropout = config.input_dropout if self.training else 0.0
-        given_TM, x_TM = tokens_of(x, self.model_dim, dropout)
+        given_TM, x_TM = self._tokens(x, dropout)
         reports = ("later" if balance_later else "now") if return_aux else "not asked for"
         agreed = self._agree(config, choice, x_TM, step, reports)
         call = self._router_call(config, choice, agreed, x, return_aux, steering)
@@ -318,6 +318,21 @@ class MoELayer(nn.Module):
             choice.refuse_own_experts(self.experts)
         choice.refuse_capacity(config)
         return config, choice
+
+    def _tokens(self, x, dropout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flatten ``x`` [..., M] to tokens [T, M], and apply the dropout of the input.
+
+        Return the tokens in the dtype of ``x``, and in that of the experts (autocast's, if any).
+        """
+        if x.shape[-1] != self.model_dim:
+            raise ValueError(
+                f"the layer was built for model_dim={self.model_dim}, the input has {x.shape[-1]}"
+            )
+        given_TM = x if x.dim() == 2 else x.reshape(-1, self.model_dim)
+        if dropout > 0:
+            given_TM = nn.functional.dropout(given_TM, dropout)
+        dtype = autocast_dtype(x.device)
+        return given_TM, given_TM if dtype is None else given_TM.to(dtype)
 
     def _agree(self, config, choice, x_TM, step, reports) -> distributed.StepAgreement:
         """Return what the ranks agreed on for this call; collective without a step."""

@@ -15,7 +15,6 @@ from .. import ops
 from ..config import MoEConfig
 from .given_choices import Steering
 from .overflow import assign_positions, reroute
-from .torch_modes import autocast_dtype
 
 
 @dataclass(frozen=True)
@@ -48,22 +47,6 @@ class RouterCall:
     def padded(self) -> bool:
         """Whether the layout is padded, see the module docstring."""
         return not self.compact and self.config.is_static(self.training)
-
-
-def tokens_of(x: torch.Tensor, model_dim: int, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten ``x`` [..., M] to tokens [T, M], and apply the dropout of the input.
-
-    Return the tokens in the dtype of ``x``, and in the dtype of the experts (autocast's, if any).
-    """
-    if x.shape[-1] != model_dim:
-        raise ValueError(
-            f"the layer was built for model_dim={model_dim}, the input has {x.shape[-1]}"
-        )
-    given_TM = x if x.dim() == 2 else x.reshape(-1, model_dim)
-    if dropout > 0:
-        given_TM = torch.nn.functional.dropout(given_TM, dropout)
-    dtype = autocast_dtype(x.device)
-    return given_TM, given_TM if dtype is None else given_TM.to(dtype)
 
 
 def mask_of_tokens(pad_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
@@ -118,6 +101,7 @@ def build_routing(
     priority: torch.Tensor | None = None,
     fallback: tuple[torch.Tensor, torch.Tensor] | None = None,
     log_gate_TE: torch.Tensor | None = None,
+    is_final: bool = False,
 ) -> Routing:
     """Give every routed pair a row, drop pairs above the capacity, and weight the others.
 
@@ -138,6 +122,7 @@ def build_routing(
         log_gate_TE: fp32 [T, E], logarithms of all gate values up to a constant per token, to
             normalize small values exactly (default None: sums are at least machine epsilon, as in
             fairseq's ``moe`` branch).
+        is_final: the gate values are the weights (default False).
     """
     config, capacity = call.config, call.capacity
     num_experts = config.num_experts
@@ -155,8 +140,8 @@ def build_routing(
                 expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
             )
             slots = position_TK, num_tried_KE
-    is_final = config.unnormalized_weights or config.normalize_before_dropping
-    normalize = expert_TK.shape[1] > 1 and not is_final
+    normalized = is_final or config.unnormalized_weights or config.normalize_before_dropping
+    normalize = expert_TK.shape[1] > 1 and not normalized
     dest_row_TK, src_pair_R, weight_TK, num_kept_E, row_end_E, num_sorted_KE = ops.assign_rows(
         expert_TK,
         gate_TK,
@@ -169,7 +154,7 @@ def build_routing(
     )
     if normalize and log_gate_TE is not None:
         weight_TK, _ = share_of_gates(log_gate_TE, expert_TK, dest_row_TK >= 0)
-    if config.route_scale != 1:
+    if config.route_scale != 1 and not is_final:
         weight_TK = weight_TK * config.route_scale
     return Routing(
         expert_TK=expert_TK,

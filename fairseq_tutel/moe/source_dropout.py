@@ -19,11 +19,11 @@ class SourceDropout(NamedTuple):
 
     @classmethod
     def draw(
-        cls, x_TM: torch.Tensor, routing: Routing, parallelism: ExpertParallelism, dropout: float
+        cls, model_dim: int, routing: Routing, parallelism: ExpertParallelism, dropout: float
     ) -> SourceDropout:
         """Draw the masks of a call, from torch's generator of the tokens' device."""
-        shape = routing.expert_TK.numel(), x_TM.shape[1]
-        keep_pairs_M = torch.empty(shape, dtype=torch.bool, device=x_TM.device)
+        shape, device = (routing.expert_TK.numel(), model_dim), routing.expert_TK.device
+        keep_pairs_M = torch.empty(shape, dtype=torch.bool, device=device)
         return cls(keep_pairs_M.bernoulli_(1 - dropout), parallelism.num_destinations, dropout)
 
     def __call__(

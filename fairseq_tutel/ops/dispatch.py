@@ -4,6 +4,7 @@
 int32, is its inverse, the pair t * K + k in each row, -1 = unused.
 """
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -19,10 +20,10 @@ def check_maps(dest_row_TK: Tensor, src_pair_R: Tensor) -> None:
     check_indices("src_pair", src_pair_R, "rows")
 
 
-def check_tokens(x_TM: Tensor, dest_row_TK: Tensor) -> None:
+def check_tokens(shape: Sequence[int], dest_row_TK: Tensor) -> None:
     """Raise ValueError unless there is a token for each line of the map."""
-    if x_TM.dim() != 2 or x_TM.shape[0] != dest_row_TK.shape[0]:
-        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(x_TM.shape)}")
+    if len(shape) != 2 or shape[0] != dest_row_TK.shape[0]:
+        raise ValueError(f"x must be ({dest_row_TK.shape[0]}, model_dim), got {tuple(shape)}")
 
 
 @operator("dispatch", lambda x, dest_row, src_pair: x.new_empty((src_pair.shape[0], x.shape[1])))
@@ -52,7 +53,7 @@ def dispatch(x_TM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     The tokens (T, M) are differentiable. Return (R, M) in their dtype.
     """
     check_maps(dest_row_TK, src_pair_R)
-    check_tokens(x_TM, dest_row_TK)
+    check_tokens(x_TM.shape, dest_row_TK)
     return _dispatch(x_TM, dest_row_TK, src_pair_R)
 
 
@@ -103,6 +104,19 @@ def _combine_backward(ctx, dy):
 
 
 _combine.register_autograd(_combine_backward, setup_context=save_inputs)
+
+
+def combine_bwd(
+    dy_TM: Tensor,
+    rows_RM: Tensor,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor,
+    topk_weight_TK: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of :func:`combine`'s rows and weights, without autograd."""
+    maps = dest_row_TK, src_pair_R, topk_weight_TK, None, None
+    d_rows_RM, d_weight_TK, _ = _combine_bwd(dy_TM, rows_RM, *maps, True, True, False)
+    return d_rows_RM, d_weight_TK
 
 
 def combine_takes_bias(rows: Tensor) -> bool:

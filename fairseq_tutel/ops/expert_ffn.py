@@ -1,90 +1,102 @@
-"""Operator of the experts' whole feed-forward network, and the network on rows in chunks.
+"""Operator of the experts' feed-forward network, alone or with dispatch and combine."""
 
-The functions for chunks are not registered with torch: the overlap of exchange and experts calls
-them in its own autograd function. Weight gradients are computed once, over all chunks.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends import GATES
-from ..backends.torch import ACTIVATIONS
-from ._operator import Operator, check_indices, check_shape, empty_gradients, operator
-from .backend import implementation
+from ..backends import GATES, _weights
+from ..backends._network import Kept, Pending, Source
+from ..backends.torch.activation import acc_dtype
+from ._operator import check_indices, check_shape, empty_gradients, operator
+from .activation_memory import STORED, ActivationMemory, restore
+from .backend import backend_for, implementation
+from .dispatch import check_maps, check_tokens, combine_takes_bias
+from .ffn_options import FFNOptions, check_activation, check_ffn, dropout_seed
 from .fp8 import check_fp8
 
+# Largest width of fc1's output for which the products gather the rows from the tokens. Products of
+# wide experts take so long that the pass over the rows hardly counts, and torch's own product,
+# which cannot gather, is the faster one.
+_WIDEST = 2048
+_KEPT = {"all": ActivationMemory(), "none": ActivationMemory("minimal"), "nothing": None}
+_KEPT |= {storage: ActivationMemory("lean", storage) for storage in STORED}
 
-def check_activation(activation: str, dropout_p: float) -> None:
-    """Raise ValueError for an unknown activation or a dropout probability outside [0, 1)."""
-    if activation not in ACTIVATIONS and activation not in GATES:
-        raise ValueError(
-            f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
-        )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-
-
-def activate(z_NF: Tensor, activation: str) -> Tensor:
-    """Return the hidden values of rows from those before the activation; not differentiable.
-
-    ``z_NF`` is (N, F), or (N, 2F) of a gated network, the gate's first.
-    """
-    function, _ = ACTIVATIONS[GATES.get(activation, activation)]
-    gate_NF, *up_NF = z_NF.chunk(2 if activation in GATES else 1, 1)
-    gate_NF = gate_NF.contiguous()
-    active_NF = function(gate_NF, torch.empty_like(gate_NF))
-    return active_NF.mul_(up_NF[0]) if up_NF else active_NF
-
-
-def dropout_seed(
-    dropout_p: float, seed: Tensor | int | None, device: torch.device
-) -> Tensor | None:
-    """Return the seed as an int64 scalar tensor; draw one for None. None without dropout."""
-    if dropout_p == 0.0:
-        return None
-    if seed is None:
-        return torch.randint(2**31, (), dtype=torch.int64, device=device)
-    if isinstance(seed, int):
-        # filled by a kernel: a copy from host memory would wait for all work of the GPU
-        return torch.full((), seed, dtype=torch.int64, device=device)
-    return seed
-
-
-class FFNOptions(NamedTuple):
-    """Options of :func:`~fairseq_tutel.ops.expert_ffn`."""
-
-    activation: str
-    dropout_p: tuple[float, float]  # after the activation and after fc2
-    # index of the slice of hidden units that this rank computes: ranks with equal generators draw
-    # different masks for different slices
-    part: int = 0
-    fp8: bool = False  # the forward pass multiplies in e4m3
-
-    def draw_seed(self, device: torch.device) -> Tensor | None:
-        """Draw a seed for the masks of one call; None without dropout."""
-        seed = dropout_seed(max(self.dropout_p), None, device)
-        # each call uses two seeds, this and the next, for its two masks
-        return seed if seed is None or not self.part else seed + 2 * self.part
-
-    def given(self, **more: Tensor | bool | None) -> dict[str, object]:
-        """Return the keyword arguments of the backends' functions."""
-        return {"activation": self.activation, "dropout_p": self.dropout_p, **more}
-
-
-# arguments of the network in the schemas of the operators that compute it
-NETWORK = (
+_ROUTED = "Tensor x, Tensor? weight, Tensor? dest_row, Tensor? src_pair, Tensor? expert"
+_NETWORK = (
     "Tensor fc1_weight, Tensor? fc1_bias, Tensor fc2_weight, Tensor? fc2_bias, Tensor? offsets, "
-    "Tensor? seed, str activation, float activation_dropout_p, float dropout_p"
+    "Tensor? seed, str activation, float activation_dropout_p, float dropout_p, bool fp8, "
+    "bool late_bias, bool gathers, str keep"
 )
+_NUM_ROUTED, _NUM_TENSORS = 5, 11  # arguments of both schemas that are tensors
 
 
-def split_network(w1, b1, w2, b2, offsets, seed, activation, p1, p2):
-    """Return the parameters, and the keyword arguments of the backends' functions."""
-    given = FFNOptions(activation, (p1, p2)).given(offsets=offsets, seed=seed)
-    return (w1, b1, w2, b2), given
+class Saved(NamedTuple):
+    """Tensors of a chunk that the backward pass needs beside its rows."""
+
+    hidden: Tensor  # values before the activation, in the format of the memory
+    scale: Tensor  # of fp8 values
+    active: Tensor  # values after the activation
+    seed: Tensor | None  # of the dropout masks
+
+
+def network_fwd(
+    source: Source,
+    params: Sequence[Any],
+    options: FFNOptions,
+    memory: ActivationMemory | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, Saved]:
+    """Compute the outputs of rows, like the rows, and what is kept; ``memory`` None: nothing.
+
+    ``params`` are fc1's weight and bias and fc2's, as of :func:`~fairseq_tutel.ops.expert_ffn`.
+    """
+    if options.fp8:
+        check_fp8(source.values.device)
+    hidden, active = (memory.hidden, memory.outputs) if memory else (False, False)
+    out, kept = implementation("network_fwd", source.values)(
+        source, params, keep_hidden=hidden, keep_active=active, **options.given(seed)
+    )
+    stored = kept.hidden, out.new_empty(0)
+    if memory is not None:
+        stored = memory.store(kept.hidden, params[2].shape[2])
+    return out, Saved(*stored, kept.active, seed)
+
+
+def network_bwd(
+    d_out: Source,
+    source: Source,
+    weight_R: Tensor | None,
+    saved: Saved,
+    params: Sequence[Any],
+    options: FFNOptions,
+    **needs: bool,
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Return the gradients of rows and of their weights, and :class:`Pending` or gradients.
+
+    The arguments and results are those of :func:`fairseq_tutel.backends.torch.network_bwd`.
+    """
+    kept = Kept(restore(saved.hidden, saved.scale, d_out.values), saved.active)
+    given = options.given(saved.seed)
+    function = implementation("network_bwd", d_out.values)
+    return function(d_out, source, weight_R, kept, params, **needs, **given)
+
+
+def network_bwd_params(
+    chunks: Sequence[Pending], params: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of fc1's weight and bias and of fc2's over all chunks."""
+    d_w1, d_w2 = implementation("network_bwd_params", chunks[0].d_out)(chunks, params)
+    d_b1 = _sum([chunk.d_fc1_bias for chunk in chunks], params[1])
+    return d_w1, d_b1, d_w2, _sum([chunk.d_fc2_bias for chunk in chunks], params[3])
+
+
+def _sum(parts, bias):
+    if bias is None:
+        return None
+    acc = torch.promote_types(parts[0].dtype, torch.float32)
+    return torch.stack(parts).sum(0, dtype=acc).to(bias.dtype)
 
 
 def ffn_flops(rows: int, params: Sequence[Any], firsts: int = 1, seconds: int = 1) -> int:
@@ -97,138 +109,182 @@ def ffn_flops(rows: int, params: Sequence[Any], firsts: int = 1, seconds: int = 
     return 2 * rows * products
 
 
-def ffn_bwd_flops(
-    rows: int, params: Sequence[Any], needs_rows: bool, needs_params: bool, again: bool = False
-) -> int:
-    """Return :func:`ffn_flops` of a backward pass, which may apply fc1 ``again``."""
-    return ffn_flops(rows, params, again + needs_rows + needs_params, 1 + needs_params)
+class _Call:
+    """Arguments of the operator, by name."""
+
+    def __init__(self, *arguments: Any):
+        self.x, self.weight, self.dest_row, self.src_pair, self.expert = arguments[:_NUM_ROUTED]
+        *self.params, self.offsets, self.seed = arguments[_NUM_ROUTED:_NUM_TENSORS]
+        activation, p1, p2, fp8, self.late, self.gathers, self.keep = arguments[_NUM_TENSORS:]
+        self.options = FFNOptions(activation, (p1, p2), fp8=fp8)
+        self.memory = _KEPT[self.keep]
+        rows = self.x.shape[:-1].numel() if self.src_pair is None else self.src_pair.shape[0]
+        self.num_rows: int = rows
+
+    @property
+    def routed(self) -> bool:
+        """Whether ``x`` are tokens, which dispatch and combine move."""
+        return self.src_pair is not None
+
+    @property
+    def keeps_outputs(self) -> bool:
+        return self.memory is not None and self.memory.outputs
+
+    def shaped(self, rows: Tensor) -> Tensor:
+        """Return rows (R, M) as the network takes them."""
+        if self.offsets is not None:
+            return rows
+        return rows.view(len(self.params[0]), -1, rows.shape[-1])
+
+    def maps(self) -> dict[str, Tensor | None]:
+        return {"dest_row_TK": self.dest_row, "src_pair_R": self.src_pair}
+
+    def split_late_bias(self) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+        """Return the parameters, and the bias that combine adds with the pairs' experts."""
+        if not self.late:
+            return self.params, None, None
+        return [*self.params[:3], None], self.params[3], self.expert
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether autograd will ask for the gradient of any of the tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def fake_params_bwd(params: Sequence[Any], needed: bool) -> tuple[Tensor, ...]:
-    """Fake the gradients of the network's parameters; (0,) for a bias that is None."""
-    some = [params[0].new_empty(0) if param is None else param for param in params]
-    return empty_gradients(some, 4 * [needed])
-
-
-def _num_rows(rows: Tensor) -> int:
-    return rows.shape[:-1].numel()
-
-
-def network_bwd_operator(name: str, *leading: str) -> Operator:
-    """Return the operator of the gradient of :func:`network_operator`'s operator."""
-    count = 3 + len(leading)  # with the output's gradient, hidden and active values
-    tensors = ", ".join(f"Tensor {each}" for each in ("d_out", *leading, "hidden", "active"))
-    needs_first = f"needs_{leading[0]}"
-
-    def fake(*arguments):
-        *network, needed, needs_params = arguments[count:]
-        d_first = empty_gradients([arguments[1]], [needed])
-        return *d_first, *fake_params_bwd(network[:4], needs_params)
-
-    def flops(_, *arguments):
-        return ffn_bwd_flops(_num_rows(arguments[0]), arguments[count:], *arguments[-2:])
-
-    @operator(
-        name,
-        fake,
-        f"({tensors}, {NETWORK}, bool {needs_first}, bool needs_params) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        flops,
+def _fake(*arguments):
+    call = _Call(*arguments)
+    x, model_dim = call.x, call.x.shape[-1]
+    width, hidden_dim = call.params[0].shape[1], call.params[2].shape[2]
+    rows = call.num_rows
+    every = rows if call.keeps_outputs else 0
+    kept = rows if call.memory is not None and call.memory.hidden else 0
+    dtype = STORED.get(call.keep) or x.dtype
+    scales = kept * width // hidden_dim if call.keep == "fp8" else 0
+    both = every if call.routed else 0
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return (
+        y,
+        x.new_empty((0 if call.gathers else both, model_dim)),
+        x.new_empty((kept, width), dtype=dtype),
+        x.new_empty(scales, dtype=torch.float32 if scales else x.dtype),
+        x.new_empty((every, hidden_dim)),
+        x.new_empty((both, model_dim)),
     )
-    def gradients(*arguments):
-        *network, needed, needs_params = arguments[count:]
-        params, given = split_network(*network)
-        given |= {needs_first: needed, "needs_params": needs_params}
-        return implementation(name, arguments[1])(*arguments[:count], *params, **given)
-
-    return gradients
 
 
-def network_operator(name: str, bwd: Operator, fake_out: Callable, *leading: str) -> Operator:
-    """Return the operator of the network on the rows that its first tensors give, with gradient.
-
-    A name that ends in ``_fp8`` multiplies in e4m3; its gradient is that of exact products.
-    ``leading`` are names of these tensors, of which the first is differentiable; ``fake_out`` makes
-    the output without values from them.
-    """
-    count, function = len(leading), f"{name.removesuffix('_fp8')}_fwd"
-    precision = {"fp8": True} if name.endswith("_fp8") else {}
-
-    def fake(*arguments):
-        out, w1, w2 = fake_out(*arguments[:count]), arguments[count], arguments[count + 2]
-        kept = _num_rows(out) if arguments[-1] else 0
-        return out, out.new_empty((kept, w1.shape[1])), out.new_empty((kept, w2.shape[2]))
-
-    def flops(outputs, *arguments):
-        return ffn_flops(_num_rows(outputs[0]), arguments[count:])
-
-    tensors = ", ".join(f"Tensor {each}" for each in leading)
-    schema = f"({tensors}, {NETWORK}, bool keep_hidden) -> (Tensor, Tensor, Tensor)"
-
-    @operator(name, fake, schema, flops)
-    def forward(*arguments):
-        if precision:
-            check_fp8(arguments[0].device)
-        *network, keep_hidden = arguments[count:]
-        params, given = split_network(*network)
-        given |= {"keep_hidden": keep_hidden, **precision}
-        return implementation(function, arguments[0])(*arguments[:count], *params, **given)
-
-    def setup(ctx, inputs, output):
-        *tensors, activation, activation_dropout_p, dropout_p, _ = inputs
-        _, hidden, active = output
-        ctx.options = activation, activation_dropout_p, dropout_p
-        ctx.mark_non_differentiable(hidden, active)
-        # or the backward pass would be handed zeros of the size of what was saved
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[:count], hidden, active, *tensors[count:])
-
-    def backward(ctx, d_out, d_hidden, d_active):
-        if d_out is None:
-            return (None,) * len(ctx.needs_input_grad)
-        needed, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[count : count + 4]
-        grads = bwd(d_out, *ctx.saved_tensors, *ctx.options, needed, any(needs))
-        d_x, *d_params = (g if n else None for g, n in zip(grads, (needed, *needs), strict=True))
-        return d_x, *(None,) * (count - 1), *d_params, *(None,) * 6
-
-    forward.register_autograd(backward, setup_context=setup)
-    return forward
+def _flops(_, *arguments):
+    call = _Call(*arguments)
+    return ffn_flops(call.num_rows, call.params)
 
 
-def _like(rows: Tensor) -> Tensor:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+@operator(
+    "expert_ffn",
+    _fake,
+    f"({_ROUTED}, {_NETWORK}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _flops,
+)
+def _expert_ffn(*arguments):
+    """Return the result, and what is kept: rows, hidden values, scales, activations, outputs."""
+    call = _Call(*arguments)
+    x, (rows, none) = call.x, (call.x.new_empty((0, call.x.shape[-1])) for _ in range(2))
+    params, late_bias, late_by = call.split_late_bias()
+    source = Source(x, call.offsets)
+    if call.routed and call.gathers:
+        source = Source(x, call.offsets, **call.maps())
+    elif call.routed:
+        rows = implementation("dispatch_fwd", x)(x, call.dest_row, call.src_pair)
+        source = Source(call.shaped(rows), call.offsets)
+    out, saved = network_fwd(source, params, call.options, call.memory, call.seed)
+    if not call.routed:
+        return out, rows, *saved[:3], none
+    out = out.view(-1, x.shape[-1])
+    combine = implementation("combine_fwd", x)
+    y = combine(out, call.dest_row, call.weight, late_bias, late_by)
+    if not call.keeps_outputs:
+        rows, out = (x.new_empty((0, x.shape[-1])), none)
+    return y, rows, *saved[:3], out
 
 
-_expert_ffn_bwd = network_bwd_operator("expert_ffn_bwd", "rows")
-_expert_ffn = network_operator("expert_ffn", _expert_ffn_bwd, _like, "rows")
-_expert_ffn_fp8 = network_operator("expert_ffn_fp8", _expert_ffn_bwd, _like, "rows")
+def _fake_bwd(dy, rows, hidden, scale, active, out, *arguments):
+    *arguments, needs_x, needs_weight, needs_params = arguments
+    call = _Call(*arguments)
+    routed = [call.x, call.x.new_empty(0) if call.weight is None else call.weight]
+    params = [call.x.new_empty(0) if param is None else param for param in call.params]
+    return empty_gradients([*routed, *params], [needs_x, needs_weight, *4 * [needs_params]])
 
 
-def check_ffn(rows: Tensor, params: Sequence[Any], offsets: Tensor | None, gated: bool) -> None:
-    """Raise ValueError unless rows, parameters and offsets fit together."""
-    fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
-    _, model_dim, hidden_dim = fc2_weight.shape
-    if rows.dim() != (3 if offsets is None else 2) or rows.shape[-1] != model_dim:
-        raise ValueError(
-            f"rows must be (experts, rows, {model_dim}), or (rows, {model_dim}) with offsets; got "
-            f"{tuple(rows.shape)} with offsets {offsets is not None}"
+def _flops_bwd(_, dy, rows, hidden, scale, active, out, *arguments):
+    *arguments, needs_x, _, needs_params = arguments
+    call = _Call(*arguments)
+    if call.keeps_outputs and not (needs_x or needs_params):
+        return 0
+    again = hidden.shape[0] < call.num_rows
+    return ffn_flops(call.num_rows, call.params, again + needs_x + needs_params, 1 + needs_params)
+
+
+@operator(
+    "expert_ffn_bwd",
+    _fake_bwd,
+    f"(Tensor dy, Tensor rows, Tensor hidden, Tensor scale, Tensor active, Tensor out, {_ROUTED}, "
+    f"{_NETWORK}, bool needs_x, bool needs_weight, bool needs_params) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _flops_bwd,
+)
+def _expert_ffn_bwd(dy, rows, hidden, scale, active, out, *arguments):
+    *arguments, needs_x, needs_weight, needs_params = arguments
+    call = _Call(*arguments)
+    x, d_weight, d_late = call.x, dy.new_empty(0), None
+    params, late_bias, late_by = call.split_late_bias()
+    d_out, weight_R = Source(dy, call.offsets), None
+    source = Source(x, call.offsets)
+    if call.routed:
+        source = Source(x, call.offsets, **call.maps())
+        if call.keeps_outputs and not call.gathers:
+            source = Source(call.shaped(rows), call.offsets)
+    if call.routed and call.keeps_outputs:
+        given = out, call.dest_row, call.src_pair, call.weight, late_bias, late_by
+        needs = {"needs_rows": needs_x or needs_params, "needs_weight": needs_weight}
+        d_rows, d_weight, d_late = implementation("combine_bwd", dy)(
+            dy, *given, **needs, needs_bias=needs_params and call.late
         )
-    experts = rows.shape[0] if offsets is None else offsets.shape[0]
-    width = 2 * hidden_dim if gated else hidden_dim
-    for name, param, shape in (
-        ("fc1_weight", fc1_weight, (experts, width, model_dim)),
-        ("fc1_bias", fc1_bias, (experts, width)),
-        ("fc2_weight", fc2_weight, (experts, model_dim, hidden_dim)),
-        ("fc2_bias", fc2_bias, (experts, model_dim)),
-    ):
-        check_shape(name, param, shape)
-    if offsets is not None:
-        check_indices("offsets", offsets, "experts")
+        if not (needs_x or needs_params):
+            nothing = [dy.new_empty(0) for _ in range(5)]
+            return nothing[0], d_weight, *nothing[1:]
+        d_out = Source(call.shaped(d_rows), call.offsets)
+    elif call.routed:
+        params, d_out = call.params, Source(dy, call.offsets, **call.maps())
+        dtype = acc_dtype(call.weight.dtype)
+        weight_R = _weights.row_weights(call.weight, call.src_pair, dtype)
+    saved = Saved(hidden, scale, active, call.seed)
+    needs = {"needs_rows": needs_x, "needs_params": needs_params, "at_once": True}
+    d_x, d_weight_R, found = network_bwd(
+        d_out, source, weight_R, saved, params, call.options, **needs
+    )
+    if d_weight_R is not None and needs_weight:
+        d_weight = pair_values(d_weight_R, call.dest_row).to(call.weight.dtype)
+    if call.routed and needs_x:
+        d_x = dispatch_bwd(d_x.view(-1, x.shape[-1]), call.dest_row)
+    d_w1, d_b1, d_w2, d_b2 = found
+    return d_x, d_weight, d_w1, d_b1, d_w2, d_b2 if d_late is None or not call.late else d_late
+
+
+def _setup(ctx, inputs, output):
+    _, *kept = output
+    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.mark_non_differentiable(*kept)
+    # or the backward pass would be handed zeros of the size of what was saved
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*kept, *inputs[:_NUM_TENSORS])
+
+
+def _backward(ctx, dy, *d_kept):
+    needs = ctx.needs_input_grad
+    if dy is None:
+        return (None,) * len(needs)
+    of_params = needs[_NUM_ROUTED : _NUM_ROUTED + 4]
+    asked = needs[0], needs[1], any(of_params)
+    d_x, d_weight, *d_params = _expert_ffn_bwd(dy, *ctx.saved_tensors, *ctx.options, *asked)
+    found = d_x, d_weight, None, None, None, *d_params
+    grads = (grad if needed else None for grad, needed in zip(found, needs, strict=False))
+    return *grads, *(None,) * (len(needs) - len(found))
+
+
+_expert_ffn.register_autograd(_backward, setup_context=_setup)
 
 
 def expert_ffn(
@@ -274,87 +330,78 @@ def expert_ffn(
     for p in (activation_dropout_p, dropout_p):
         check_activation(activation, p)
     params = (fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    check_ffn(rows, params, offsets, activation in GATES)
+    check_ffn(rows.shape, params, offsets, activation in GATES)
     probabilities = (activation_dropout_p, dropout_p)
     seed = dropout_seed(max(probabilities), seed, rows.device)
-    function = _expert_ffn_fp8 if fp8 else _expert_ffn
-    keep_hidden = needs_gradient(rows, *params)
-    return function(rows, *params, offsets, seed, activation, *probabilities, keep_hidden)[0]
+    how = activation, *probabilities, fp8, False, False, _keep(ActivationMemory(), rows, *params)
+    return _expert_ffn(rows, None, None, None, None, *params, offsets, seed, *how)[0]
 
 
-class FFNChunk(NamedTuple):
-    """Tensors of a chunk that the backward pass needs."""
-
-    rows: Tensor  # (e, N, M), or (R, M) with offsets
-    hidden: Tensor  # values before the activation, in a layout of the backend
-    active: Tensor  # (R, F), fc2's input
-    offsets: Tensor | None  # (e,) int32 end row of each expert, the last of which ends the rows
-    seed: Tensor | None  # of the dropout masks
-
-
-class FFNChunkGradient(NamedTuple):
-    """Gradients of a chunk."""
-
-    d_rows: Tensor  # like the rows; (0,) if not needed
-    d_out: Tensor  # gradient of fc2's output before dropout
-    d_hidden: Tensor  # (R, p F), gradient of the values before the activation
-    d_fc1_bias: Tensor
-    d_fc2_bias: Tensor
-
-
-def ffn_chunk(
-    rows: Tensor,
-    *params: Tensor | None,
+def routed_ffn(
+    x_TM: Tensor,
+    topk_weight_TK: Tensor,
+    dest_row_TK: Tensor,
+    src_pair_R: Tensor,
+    expert_TK: Tensor,
+    *params: Any,
     offsets: Tensor | None,
     options: FFNOptions,
-    keep_hidden: bool,
-) -> tuple[Tensor, FFNChunk]:
-    """Compute :func:`~fairseq_tutel.ops.expert_ffn` for a chunk, without autograd.
+    memory: ActivationMemory,
+    late_bias: bool = True,
+) -> Tensor:
+    """Return ``combine(expert_ffn(dispatch(x)), weight)``, with the results of these operators.
 
-    ``params`` are fc1's weight and bias and fc2's. Return the output, like rows, and what
-    :func:`ffn_chunk_bwd` needs, if ``keep_hidden``.
+    Tokens, weights and ``params``, fc1's weight and bias and fc2's, are differentiable.
+
+    Args:
+        offsets: (e,) int32 end row of each expert; None for equally many rows of each.
+        options: activation, dropout, and fp8.
+        memory: what is kept for the backward pass.
+        late_bias: let combine add fc2's bias if that is faster (default True).
     """
-    seed = options.draw_seed(rows.device)
-    given = options.given(offsets=offsets, seed=seed)
-    if options.fp8:
-        check_fp8(rows.device)
-        given["fp8"] = True
-    forward = implementation("expert_ffn_fwd", rows)
-    out, hidden, active = forward(rows, *params, keep_hidden=keep_hidden, **given)
-    return out, FFNChunk(rows, hidden, active, offsets, seed)
+    check_maps(dest_row_TK, src_pair_R)
+    check_indices("expert", expert_TK, "tokens", "top_k")
+    check_shape("topk_weight", topk_weight_TK, dest_row_TK.shape)
+    check_tokens(x_TM.shape, dest_row_TK)
+    shape = (len(params[0]), 0) if offsets is None else (0,)
+    check_ffn((*shape, x_TM.shape[1]), params, offsets, options.activation in GATES)
+    seed = options.draw_seed(x_TM.device)
+    late = late_bias and combine_takes_bias(x_TM) and params[3] is not None
+    late = late and options.dropout_p[1] == 0
+    gathers = offsets is not None and not options.fp8 and gathers_tokens(x_TM, params[0])
+    keep = _keep(memory, x_TM, topk_weight_TK, *params)
+    how = options.activation, *options.dropout_p, options.fp8, late, gathers, keep
+    maps = dest_row_TK, src_pair_R, expert_TK
+    return _expert_ffn(x_TM, topk_weight_TK, *maps, *params, offsets, seed, *how)[0]
 
 
-def ffn_chunk_bwd(
-    d_out: Tensor,
-    chunk: FFNChunk,
-    *params: Tensor | None,
-    options: FFNOptions,
-    needs_rows: bool = True,
-) -> FFNChunkGradient:
-    """Compute the gradients of a chunk except the weights', so that the rows' can be sent early."""
-    given = options.given(offsets=chunk.offsets, seed=chunk.seed)
-    backward = implementation("expert_chunk_bwd", d_out)
-    return FFNChunkGradient(*backward(d_out, chunk.hidden, *params, needs_rows=needs_rows, **given))
+def _keep(memory: ActivationMemory, *tensors: Tensor | None) -> str:
+    """Return the name of what is kept if autograd will ask for a gradient of the tensors."""
+    needed = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if not (needed and torch.is_grad_enabled()):
+        return "nothing"
+    return {"fast": "all", "minimal": "none"}.get(memory.mode, memory.storage)
 
 
-def ffn_chunks_bwd_params(
-    chunks: Sequence[FFNChunk], gradients: Sequence[FFNChunkGradient], *params: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of fc1's weight and bias and of fc2's over all chunks."""
-    d_w1, d_w2 = implementation("expert_chunks_bwd_params", chunks[0].rows)(
-        [
-            (grad.d_out, grad.d_hidden, chunk.rows, chunk.active)
-            for chunk, grad in zip(chunks, gradients, strict=True)
-        ],
-        [chunk.offsets for chunk in chunks],
-    )
-    d_b1 = _sum([grad.d_fc1_bias for grad in gradients], params[1])
-    d_b2 = _sum([grad.d_fc2_bias for grad in gradients], params[3])
-    return d_w1, d_b1, d_w2, d_b2
+def gathers_tokens(x_TM: Tensor, fc1_weight: Tensor) -> bool:
+    """Return whether products that gather the rows from tokens take less time than dispatch.
+
+    Triton's products gather rows; the torch backend would write them.
+    """
+    narrow = fc1_weight.shape[1] <= _WIDEST
+    return narrow and backend_for(x_TM.device) == "triton" and x_TM.dtype != torch.float64
 
 
-def _sum(parts, bias):
-    if bias is None:
-        return None
-    acc = torch.promote_types(parts[0].dtype, torch.float32)
-    return torch.stack(parts).sum(0, dtype=acc).to(bias.dtype)
+def row_weights(topk_weight_TK: Tensor, src_pair_R: Tensor) -> Tensor:
+    """Return the weight of the pair in each row, (R,) fp32 (fp64); 0 in unused rows."""
+    return _weights.row_weights(topk_weight_TK, src_pair_R, acc_dtype(topk_weight_TK.dtype))
+
+
+def pair_values(value_R: Tensor, dest_row_TK: Tensor) -> Tensor:
+    """Return the value of the row of each pair, (T, K); 0 of a dropped pair."""
+    return torch.cat([value_R, value_R.new_zeros(1)])[dest_row_TK.long()]
+
+
+def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
+    """Return the sum of each token's rows, (T, M), the gradient of dispatch, without autograd."""
+    return implementation("dispatch_bwd", d_rows_RM)(d_rows_RM, dest_row_TK)

@@ -17,7 +17,7 @@ from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, gather_texts, process_world
 from fairseq_tutel.distributed.exchanges import Direction, Exchange
 from fairseq_tutel.distributed.exchanges import exchange as exchange_module
-from fairseq_tutel.moe import MoELayer, overlap
+from fairseq_tutel.moe import MoELayer, call_plan
 
 EXPERTS = (2, 4, 8)  # fewer than ranks, as many, and more
 # of a result in this dtype to that of degree 1, in units of its rounding: products of other shapes
@@ -149,7 +149,7 @@ class WritingStream:
 
 def test_schedule_is_that_of_the_docstring(monkeypatch):
     stream = WritingStream()
-    monkeypatch.setattr(overlap, "stream_of", lambda device: stream)
+    monkeypatch.setattr(call_plan, "stream_of", lambda device: stream)
 
     def noted(name, word):
         function = getattr(ops, name)
@@ -160,9 +160,9 @@ def test_schedule_is_that_of_the_docstring(monkeypatch):
 
         monkeypatch.setattr(ops, name, call)
 
-    noted("ffn_chunk", "F")
-    noted("ffn_chunk_bwd", "B")
-    noted("ffn_chunks_bwd_params", "W")
+    noted("network_fwd", "F")
+    noted("network_bwd", "B")
+    noted("network_bwd_params", "W")
     layer, x = simulated(4)
     y = layer(x)
     assert " ".join(stream.log) == ">0 >1 >2 >3 .0 F >4 .1 F >5 .2 F >6 .3 F >7 .4 .5 .6 .7"
@@ -230,7 +230,7 @@ def test_times_are_taken_without_overlap():
 
 
 def test_one_rank_has_nothing_to_overlap(monkeypatch):
-    monkeypatch.setattr(overlap, "stream_of", None)
+    monkeypatch.setattr(call_plan, "stream_of", None)
     layer = MoELayer(M, 4, HIDDEN, exchange=ExchangeConfig(overlap_degree=8))
     assert layer(torch.randn(5, M)).shape == (5, M)
 
@@ -281,9 +281,9 @@ def test_an_error_in_the_stream_of_one_rank_ends_all():
 @pytest.mark.parametrize(
     "name, number, sent",  # which call of the experts fails, and what had been sent by then
     [
-        ("ffn_chunk", 1, 5),
-        ("ffn_chunk_bwd", 2, 14),
-        ("ffn_chunks_bwd_params", 0, 16),
+        ("network_fwd", 1, 5),
+        ("network_bwd", 2, 14),
+        ("network_bwd_params", 0, 16),
         ("forward", 1, 5),  # of experts of one's own
     ],
 )

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from helpers.distributed import run_ranks
-from helpers.inputs import random_rows
 from helpers.layers import make_layer, run, tokens_of
 from helpers.saved import SavedBytes
 from torch.utils.checkpoint import checkpoint
@@ -75,23 +74,6 @@ def test_kernels(network, layout, monkeypatch):
     check_modes(torch.float32, tokens=9, **NETWORKS[network], **layout)
 
 
-@pytest.mark.parametrize("storage", ["none", "same", "fp8"])
-def test_registered_operator(storage):
-    row, pair = random_rows(7, 2, 4, 3, "spread")
-    expert = torch.zeros(7, 2, dtype=torch.int32)
-    given = [torch.randn(7, 5), torch.rand(7, 2)]
-    params = [torch.randn(shape) for shape in ((4, 6, 5), (4, 6), (4, 5, 6), (4, 5))]
-    for tensor in (*given, *params):
-        tensor.requires_grad_()
-    how = "gelu", 0.0, 0.0, False, False, storage
-    args = *given, row, pair, expert, *params, None, None, *how
-    torch.library.opcheck(
-        torch.ops.fairseq_tutel.lean_ffn.default,
-        args,
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
-
-
 @pytest.mark.parametrize("network", ["ffn", "swiglu"])
 def test_bytes_per_row(network):
     def kept(mode, storage="same"):
@@ -153,7 +135,11 @@ def test_checkpointed_layer_and_frozen_parts():
         ({"activation_memory": "minimal", "activation_storage": "bf16"}, "not 'minimal'"),
         ({"activation_memory": "lean", "activation_storage": "int8"}, "none of same, bf16, fp8"),
         (
-            {"activation_memory": "lean", "expert_network": "clamped_swiglu"},
+            {
+                "activation_memory": "lean",
+                "activation_storage": "fp8",
+                "expert_network": "clamped_swiglu",
+            },
             "not for ClampedSwiGLUExperts",
         ),
         ({"activation_memory": "lean", "expert_fn": lambda: torch.nn.Linear(M, M)}, "expert_fn"),

@@ -176,7 +176,10 @@ def test_a_layer_is_refused_where_its_weights_are_on_a_gpu_without_fp8(monkeypat
     with FakeTensorMode(allow_non_fake_inputs=True):
         experts = plain.to_empty(device="cuda").experts
         # as the constructor does, and a move
-        for call in (lambda: experts.compute_in("fp8"), lambda: layer.to_empty(device="cuda")):
+        for call in (
+            lambda: experts.set_up("fp8", experts.memory),
+            lambda: layer.to_empty(device="cuda"),
+        ):
             with pytest.raises(ValueError, match="needs a Hopper or Blackwell GPU, .* an A100"):
                 call()
 

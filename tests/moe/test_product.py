@@ -124,8 +124,8 @@ def words(cell):
         return "has its own"
     if cell.compute == "fp8" and not built:
         return "networks ffn, swiglu and geglu"
-    if cell.keep != "fast" and cell.held == "trained" and not built:
-        return "networks ffn, swiglu and geglu"
+    if cell.keep == "lean fp8" and cell.held == "trained" and not built:
+        return "activation_storage='fp8' is for the networks"
     if cell.held != "trained" and sliced:
         return "whole experts"
     if cell.place == "r=0" and (own or cell.held != "trained"):
@@ -135,14 +135,7 @@ def words(cell):
             return "balance_ranks=True moves whole experts"
         if cell.padded:
             return "needs capacity_factor=0"
-        if cell.keep != "fast":
-            return "needs activation_memory='fast'"
-    if cell.lora != "none":
-        if own:
-            return "LoRA is for"
-        if cell.keep != "fast":
-            return "LoRAExperts"
-    return None
+    return "LoRA is for" if cell.lora != "none" and own else None
 
 
 def tensors_of(cell):

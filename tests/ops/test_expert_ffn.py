@@ -214,7 +214,7 @@ def test_unused_rows_may_hold_anything(way):
 
 
 def test_only_needed_gradients_are_computed(monkeypatch):
-    calls = spied(monkeypatch, torch_backend, "expert_ffn_bwd")
+    calls = spied(monkeypatch, torch_backend, "network_bwd")
     args, _ = tensors("padded", requires_grad=False)
     for wanted in ([0], [2], [0, 1]):
         leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(args)]
@@ -225,12 +225,12 @@ def test_only_needed_gradients_are_computed(monkeypatch):
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
-    calls = spied(monkeypatch, torch_backend, "expert_ffn_fwd")
+    calls = spied(monkeypatch, torch_backend, "network_fwd")
     args, _ = tensors("padded")
     with torch.no_grad():
         quiet = ops.expert_ffn(*args, activation="gelu")
     assert_close("out", quiet, ops.expert_ffn(*args, activation="gelu"), torch.float64)
-    sizes = [(hidden.numel(), active.numel()) for _, _, (_, hidden, active) in calls]
+    sizes = [(kept.hidden.numel(), kept.active.numel()) for _, _, (_, kept) in calls]
     assert sizes == [(0, 0), (E * N * F, E * N * F)]
 
 
@@ -239,20 +239,21 @@ def test_nothing_is_kept_without_gradients(monkeypatch):
 def test_opcheck(layout, strided):
     """Outputs are contiguous, as the fake implementation says, also if the rows are not."""
     (rows, *params), offsets = tensors(layout, torch.float32, requires_grad=False)
-    rest = (offsets, torch.tensor(3), "gelu", 0.2, 0.1)
+    how = "gelu", 0.2, 0.1, False, False, False, "all"
+    rest = (*4 * (None,), *params, offsets, torch.tensor(3), *how)
     op, bwd = torch.ops.fairseq_tutel.expert_ffn, torch.ops.fairseq_tutel.expert_ffn_bwd
-    want = op(rows, *params, *rest, True)[0]
+    want = op(rows, *rest)[0]
     if strided:
         rows = rows.transpose(-1, -2).contiguous().transpose(-1, -2)
-    leaves = [x.clone().requires_grad_() for x in (rows, *params)]
+    rows = rows.clone().requires_grad_()
     # not test_aot_dispatch_dynamic: it adds up all outputs, and the second one has no gradient
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op.default, (*leaves, *rest, True), test_utils=tests)
-    out, *saved = op(rows, *params, *rest, True)
+    torch.library.opcheck(op.default, (rows, *rest), test_utils=tests)
+    out, *saved = op(rows.detach(), *rest)
     assert out.is_contiguous()
     torch.testing.assert_close(out, want)
-    for needs in ((True, True), (True, False), (False, True)):
-        call = (torch.randn_like(rows), rows, *saved, *params, *rest, *needs)
+    for needs in ((True, False, True), (True, False, False), (False, False, True)):
+        call = (torch.randn_like(rows), *saved, rows.detach(), *rest, *needs)
         torch.library.opcheck(bwd.default, call)
 
 

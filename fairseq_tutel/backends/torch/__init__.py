@@ -10,15 +10,12 @@ import torch
 from .activation import ACTIVATIONS
 from .adam import adam16_maxima, adam16_step_, adam16_steps_, finite_max, quantize_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
-from .expert_chunks import expert_chunk_bwd, expert_chunks_bwd_params
-from .expert_ffn import expert_ffn_bwd, expert_ffn_fwd
+from .expert_ffn import network_bwd, network_bwd_params, network_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
-from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
-from .low_rank import low_rank_bwd
+from .grouped import rows_product, weight_gradient
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd, source_of_rows
 from .slots import assign_slots
-from .token_ffn import token_ffn_bwd, token_ffn_fwd
 from .wire import decode_rows, encode_rows
 
 # glibc gives each block above a limit back to the system when it is freed, and the next one comes

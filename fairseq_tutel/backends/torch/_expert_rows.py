@@ -6,7 +6,7 @@ parts that fit into the cache, so that the activation finds there what the produ
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,31 +129,56 @@ class Network:
         self,
         group: Group,
         params: Sequence[Tensor | None],
-        d_out_RM: Tensor,
-        saved_pRF: Tensor,
-        d_rows_RM: Tensor | None,
+        x_gNM: Tensor | None,
+        dy_gNM: Tensor,
+        weighted: tuple[Tensor, Tensor] | None,
+        saved_pRF: Tensor | None,
+        active_gNF: Tensor,
+        d_rows_gNM: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of a group's rows, unless ``d_rows_RM`` is None.
+        """Compute the gradients of a group; write that of the rows unless ``d_rows_gNM`` is None.
 
-        Return those of fc2's output before dropout, (g, N, M), and of fc1's, (g, N, p F).
+        ``weighted`` is None if ``dy_gNM`` is the gradient of the outputs, and ``active_gNF`` was
+        kept. Otherwise it is (weights, memory for their gradients), (g, N) each: ``dy_gNM`` is the
+        gradient of the weighted outputs, and the activation is computed again into ``active_gNF``.
+        ``saved_pRF`` are fc1's products; None to compute them again from the rows ``x_gNM``.
+
+        Return the gradients of fc2's output before dropout, (g, N, M), and of fc1's, (g, N, p F).
         """
-        w1, b1, w2, _ = of_group(params, group)
-        d_fc2 = group.split(d_out_RM)
-        if self.dropout_p[1] > 0:
-            d_fc2 = d_fc2.clone()
-        d_fc1 = d_fc2.new_empty((*d_fc2.shape[:2], w1.shape[1]))
-        for part in self._parts(d_fc2):
-            d_y, d_z = d_fc2[:, part], d_fc1[:, part]
-            keep_active, keep_out = self._masks(group.rows.start + part.start, d_y)
+        w1, b1, w2, b2 = of_group(params, group)
+        rounds = self.fp8 and saved_pRF is None
+        w1_forward = rounded_rows(w1) if rounds else w1
+        is_new = weighted is not None or self.dropout_p[1] > 0
+        d_fc2 = torch.empty_like(dy_gNM) if is_new else dy_gNM
+        d_fc1 = dy_gNM.new_empty((*dy_gNM.shape[:2], w1.shape[1]))
+        for part in self._parts(dy_gNM):
+            dy, d_z = dy_gNM[:, part], d_fc1[:, part]
+            keep_active, keep_out = self._masks(group.rows.start + part.start, dy)
             if keep_out is not None:
-                d_y.copy_(d_y * keep_out)
-            d_active = torch.bmm(d_y, w2).to(self.acc)
+                dy = (dy * keep_out).to(dy.dtype)
+            if saved_pRF is None:
+                assert x_gNM is not None
+                z = self._first(x_gNM[:, part], w1_forward, b1, self._buffers(dy))
+            else:
+                z = self._saved(group, part, saved_pRF, b1)
+            d_active = torch.bmm(dy, w2).to(self.acc)
             if keep_active is not None:
                 d_active.mul_(keep_active)
-            z = self._saved(group, part, saved_pRF, b1)
-            self._activate_bwd(d_active, z, d_z)
-            if d_rows_RM is not None:
-                torch.bmm(d_z, w1, out=group.split(d_rows_RM)[:, part])
+            if weighted is None:
+                self._activate_bwd(d_active, z, d_z)
+                if is_new:
+                    d_fc2[:, part] = dy
+            else:
+                weight, active = weighted[0][:, part, None], active_gNF[:, part]
+                d_weight = self._activate_both(d_active, z, weight, active, d_z)
+                if keep_active is not None:
+                    active.copy_(active * keep_active)
+                if b2 is not None:
+                    d_weight += torch.bmm(dy, b2[:, :, None])[..., 0]
+                weighted[1][:, part] = d_weight
+                torch.mul(dy, weight, out=d_fc2[:, part])
+            if d_rows_gNM is not None:
+                torch.bmm(d_z, w1, out=d_rows_gNM[:, part])
         return d_fc2, d_fc1
 
     def bias_gradients(
@@ -237,6 +262,36 @@ class Network:
         d_up.copy_(activated * d_active)
         d_gate.copy_(self.activation_bwd(d_active.mul_(up[0]), gate, activated))
 
+    def _activate_both(
+        self, d_active: Tensor, z: Sequence[Tensor], weight: Tensor, active: Tensor, d_fc1: Tensor
+    ) -> Tensor:
+        """Write the activation, and the gradient of z times the rows' weights, (g, N, p F).
+
+        ``d_active`` is the gradient of the activation without the weights; it is overwritten.
+        Return the gradient of the weights but for fc2's bias, (g, N).
+        """
+        gate, *up = z
+        same_dtype = active.dtype == self.acc
+        wide = active if same_dtype else torch.empty_like(gate)
+        self.activation(gate, wide)
+        if not up:
+            d_z = d_fc1 if same_dtype else torch.empty_like(gate)
+            d_weight = torch.mul(d_active, wide, out=d_z).sum(-1)
+            self.activation_bwd(d_active.mul_(weight), gate, d_z)
+            if d_z is not d_fc1:
+                d_fc1.copy_(d_z)
+        else:
+            d_gate, d_up = d_fc1.chunk(2, -1)
+            d_value = wide * d_active
+            d_weight = (d_value * up[0]).sum(-1)
+            d_up.copy_(d_value.mul_(weight))
+            d_active.mul_(weight).mul_(up[0])
+            d_gate.copy_(self.activation_bwd(d_active, gate, d_value))
+            wide.mul_(up[0])
+        if wide is not active:
+            active.copy_(wide)
+        return d_weight
+
     def _masks(self, seed: int, out: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Draw masks for fc2's input and output, of 0 or 1 / (1 - p); None if p is 0.
 
@@ -253,17 +308,15 @@ class Network:
         return masks[0], masks[1]
 
 
-def sum_params(group: Group, values: Sequence[Tensor], d_params: Sequence[Tensor]) -> None:
-    """Write the gradients of a group's parameters.
+def sum_weights(group: Group, values: Sequence[Any], d_weights: Sequence[Tensor]) -> None:
+    """Write the gradients of a group's weights.
 
     One product over all rows of an expert is rounded once in half precision.
     """
     d_fc2, d_fc1, x, active = values
-    d_w1, d_b1, d_w2, d_b2 = (d[group.experts] for d in d_params)
+    d_w1, d_w2 = (d[group.experts] for d in d_weights)
     torch.bmm(d_fc2.mT, active, out=d_w2)
     torch.bmm(d_fc1.mT, x, out=d_w1)
-    sum_rows(d_fc1, d_b1)
-    sum_rows(d_fc2, d_b2)
 
 
 def of_group(params: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:

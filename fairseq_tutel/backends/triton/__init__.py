@@ -5,15 +5,13 @@ Each launcher has a twin of the same name and signature in :mod:`fairseq_tutel.b
 gradients are plain functions (``*_bwd``). All raise ValueError for a wrong shape, dtype or device.
 """
 
+from ._grouped import rows_product, weight_gradient
 from .activation import bias_act_bwd, bias_act_fwd
 from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
-from .expert_ffn import expert_chunk_bwd, expert_chunks_bwd_params, expert_ffn_bwd, expert_ffn_fwd
+from .expert_ffn import network_bwd, network_bwd_params, network_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
-from .lean_ffn import lean_chunk_bwd, lean_ffn_bwd
-from .low_rank import low_rank_bwd
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd
 from .slots import assign_slots
-from .token_ffn import token_ffn_bwd, token_ffn_fwd
 from .wire import decode_rows, encode_rows

@@ -1,9 +1,10 @@
-"""The experts' feed-forward network on a GPU, whole or in chunks: products, a kernel in between.
+"""The experts' feed-forward network on a GPU: products, and a kernel in between.
 
-torch multiplies padded rows; ``_grouped.py`` has the products of ragged rows. The functions are
-those of :mod:`fairseq_tutel.backends.torch`. The backward pass recomputes nothing: the hidden
-values before and after the activation are kept. Products are written so that a gradient has its
-parameter's layout: a transposed one would be copied when it is added to the parameter's.
+torch multiplies padded rows; ``_grouped.py`` has the products of ragged rows, which can gather them
+from tokens. The functions are those of :mod:`fairseq_tutel.backends.torch`. If the outputs are not
+kept, one kernel computes the activation again with its gradient, weighs both, and sums the
+gradients of the weights. Products are written so that a gradient has its parameter's layout: a
+transposed one would be copied when it is added to the parameter's.
 """
 
 from collections.abc import Sequence
@@ -12,152 +13,181 @@ import torch
 from torch import Tensor
 
 from .._fp8 import quantize_rows, rounded_rows
-from ._grouped import Source, rows_product, weight_gradient
+from .._network import Gradients, Kept, Pending, Source
+from ._autotune import act_configs
+from ._grouped import Source as Gathered
+from ._grouped import rows_product, weight_gradient
+from ._runtime import checked
+from ._sizes import cdiv, next_power_of_2
 from .activation import bias_act_bwd, bias_act_fwd
-
-# the five gradients of a backward pass, in the order of its docstring
-_Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+from .dispatch import dispatch_fwd
 
 
-def expert_ffn_fwd(
-    rows: Tensor,
-    *params: Tensor | None,
+def network_fwd(
+    source: Source,
+    params: Sequence[Tensor | None],
+    *,
     keep_hidden: bool = True,
     keep_active: bool = True,
-    source: Source | None = None,
     fp8: bool = False,
     **options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and the hidden values before and after the activation.
+) -> tuple[Tensor, Kept]:
+    """Compute :func:`fairseq_tutel.backends.torch.network_fwd` in Triton; fp32, fp16 or bf16.
 
-    With a ``source`` the rows are tokens, which the first product gathers. Hidden values are
-    (R, F) each, or (0, F) where they are not kept. No kernel spends a pass on the tail of ragged
-    rows.
+    No kernel spends a pass on the tail of ragged rows.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
-    middle, last = elementwise(**options)
-    offsets = middle["offsets"]
-    hidden = linear(rows, fc1_weight, offsets, source, fp8)
+    middle, last = elementwise(source.offsets, **options)
+    rows, gathered = _rows(source, len(fc2_weight), fp8)
+    hidden = linear(rows, fc1_weight, source.offsets, gathered, fp8)
     active = bias_act_fwd(hidden, fc1_bias, **middle)
     if not keep_hidden:
         hidden = hidden.new_empty((0, hidden.shape[-1]))
-    out = linear(active, fc2_weight, offsets, fp8=fp8)
+    out = linear(active, fc2_weight, source.offsets, fp8=fp8)
     if fc2_bias is not None or last["dropout_p"] > 0:
         out = bias_act_fwd(out, fc2_bias, **last)
     if not (keep_hidden and keep_active):
         active = active.new_empty((0, active.shape[-1]))
-    return out, hidden.view(-1, hidden.shape[-1]), active.view(-1, active.shape[-1])
+    return out, Kept(hidden.view(-1, hidden.shape[-1]), active.view(-1, active.shape[-1]))
 
 
-def expert_ffn_bwd(
-    d_out: Tensor,
-    rows: Tensor,
-    hidden_RF: Tensor,
-    active_RF: Tensor,
-    *params: Tensor | None,
-    needs_params: bool = True,
-    source: Source | None = None,
-    **options,
-) -> _Gradients:
-    """Return the gradients of the rows, of fc1's weight and bias and of fc2's."""
-    d_rows, d_out, d_hidden, d_b1, d_b2 = expert_chunk_bwd(
-        d_out, hidden_RF, *params, needs_params=needs_params, **options
-    )
-    if not needs_params:
-        return d_rows, *(rows.new_empty(0) for _ in range(4))
-    offsets = options.get("offsets")
-    d_w1, d_w2 = weight_gradients(d_out, d_hidden, rows, active_RF, offsets, source)
-    return d_rows, d_w1, d_b1, d_w2, d_b2
-
-
-def weight_gradients(
-    d_out: Tensor,
-    d_hidden: Tensor,
-    rows: Tensor,
-    active_RF: Tensor,
-    offsets: Tensor | None,
-    source: Source | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of fc1's and fc2's weights from those of their outputs."""
-    active = active_RF.view(*d_hidden.shape[:-1], active_RF.shape[-1])
-    d_w2 = _weight_gradient(d_out, active, offsets)
-    return _weight_gradient(d_hidden, rows, offsets, source), d_w2
-
-
-def expert_chunk_bwd(
-    d_out: Tensor,
-    hidden_RF: Tensor,
-    *params: Tensor | None,
+def network_bwd(
+    d_out: Source,
+    source: Source,
+    weight_R: Tensor | None,
+    kept: Kept,
+    params: Sequence[Tensor | None],
+    *,
     needs_rows: bool = True,
     needs_params: bool = True,
+    at_once: bool = False,
+    fp8: bool = False,
     **options,
-) -> _Gradients:
-    """Return all gradients but those of weights.
+) -> tuple[Tensor, Tensor | None, Pending | Gradients]:
+    """Compute :func:`fairseq_tutel.backends.torch.network_bwd` in Triton.
 
-    They are gradients of the rows, of fc2's output before dropout, of the values before the
-    activation, of fc1's bias and of fc2's.
+    With weights, the gradient of fc2's output in :class:`Pending` is not weighted, and its input
+    is.
     """
     fc1_weight, fc1_bias, fc2_weight, fc2_bias = params
-    middle, last = elementwise(**options)
-    offsets = middle["offsets"]
-    hidden = hidden_RF.view(*d_out.shape[:-1], fc1_weight.shape[1])
-    d_b2 = d_out.new_empty(0)
-    drops = last["dropout_p"] > 0  # if not, fc2's output has the gradient d_out itself
-    if drops or (needs_params and fc2_bias is not None):
-        d_linear, d_b2 = bias_act_bwd(d_out, None, fc2_bias, needs_h=drops, **last)
-        d_out = d_linear if drops else d_out
-    d_hidden = product(d_out, fc2_weight, offsets)
-    # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
-    # what it is given, so that the tuner would have to keep a copy of just that size
-    d_hidden, d_b1 = bias_act_bwd(d_hidden, hidden, fc1_bias, **middle)
-    d_rows = product(d_hidden, fc1_weight, offsets) if needs_rows else d_out.new_empty(0)
-    return d_rows, d_out, d_hidden, d_b1, d_b2
+    middle, last = elementwise(source.offsets, **options)
+    offsets = source.offsets
+    rows, gathered = _rows(source, len(fc2_weight), fp8)
+    dy = _dispatched(d_out, len(fc2_weight))
+    if len(kept.hidden):
+        hidden = kept.hidden.view(*dy.shape[:-1], fc1_weight.shape[1])
+    else:
+        hidden = linear(rows, fc1_weight, offsets, gathered, fp8)
+    d_weight_R, d_b2 = None, dy.new_empty(0)
+    drops = last["dropout_p"] > 0  # if not, fc2's output has the gradient dy itself
+    if drops or (needs_params and fc2_bias is not None and weight_R is None):
+        bias = fc2_bias if weight_R is None else None
+        d_linear, d_b2 = bias_act_bwd(dy, None, bias, needs_h=drops, **last)
+        dy = d_linear if drops else dy
+    d_active = product(dy, fc2_weight, offsets)
+    if weight_R is None:
+        # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
+        # what it is given, so that the tuner would have to keep a copy of just that size
+        d_hidden, d_b1 = bias_act_bwd(d_active, hidden, fc1_bias, **middle)
+        active = kept.active
+    else:
+        d_hidden, d_b1, active, d_weight_R = weighted_act_bwd(
+            d_active, hidden, fc1_bias, weight_R, **middle
+        )
+        if fc2_bias is not None:
+            dot = product(dy, fc2_bias[:, :, None].contiguous(), offsets)
+            d_weight_R = d_weight_R + dot.reshape(-1)
+            weighted = (dy * weight_R.view(*dy.shape[:-1], 1)).to(dy.dtype)
+            plain = {**last, "dropout_p": 0.0, "seed": None}
+            _, d_b2 = bias_act_bwd(weighted, None, fc2_bias, needs_h=False, **plain)
+    d_rows = product(d_hidden, fc1_weight, offsets) if needs_rows else dy.new_empty(0)
+    active = active.view(-1, active.shape[-1])
+    read = source if gathered else Source(rows, offsets)
+    pending = Pending(dy, d_hidden, read, active, d_b1, d_b2)
+    if not at_once:
+        return d_rows, d_weight_R, pending
+    if not needs_params:
+        none = dy.new_empty(0)
+        return d_rows, d_weight_R, (none, none, none, none)
+    d_w1, d_w2 = _weight_gradients(pending)
+    return d_rows, d_weight_R, (d_w1, d_b1, d_w2, d_b2)
 
 
-def expert_chunks_bwd_params(
-    chunks: Sequence[tuple[Tensor, ...]], offsets: Sequence[Tensor | None]
+def network_bwd_params(
+    chunks: Sequence[Pending], params: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the weights.
 
     The rows of each expert are copied together. The copies cost a few percent of the products, and
     the sum stays in the accumulators of one product.
     """
-    d_outs, d_hiddens, rows, actives = zip(*chunks, strict=True)
+    if len(chunks) == 1:
+        return _weight_gradients(chunks[0])
+    d_outs, d_hiddens, sources, actives = zip(*(chunk[:4] for chunk in chunks), strict=True)
     shapes = [d.shape[:-1] for d in d_hiddens]
     actives = [x.view(*s, x.shape[-1]) for x, s in zip(actives, shapes, strict=True)]
     order = ends = None
-    if offsets[0] is not None:
-        ends_De = torch.stack(offsets)
+    if sources[0].offsets is not None:
+        ends_De = torch.stack([source.offsets for source in sources])
         count_De = ends_De.diff(dim=1, prepend=torch.zeros_like(ends_De[:, :1]))
         ends = count_De.sum(0).cumsum(0, dtype=torch.int32)
-        order = _expert_order(count_De, sum(len(x) for x in rows))
+        order = _expert_order(count_De, sum(source.num_rows for source in sources))
 
     def joined(parts):
         whole = torch.cat(parts, 1 if ends is None else 0)
         return whole if order is None else whole.index_select(0, order)
 
     d_w2 = _weight_gradient(joined(d_outs), joined(actives), ends)
-    d_w1 = _weight_gradient(joined(d_hiddens), joined(rows), ends)
-    return d_w1, d_w2
+    rows = [source.values for source in sources]
+    return _weight_gradient(joined(d_hiddens), joined(rows), ends), d_w2
+
+
+def _rows(source: Source, experts: int, fp8: bool) -> tuple[Tensor, Gathered | None]:
+    """Return the rows, or the tokens and how the products of ragged rows gather them.
+
+    Products in fp8 do not gather.
+    """
+    gathered = None if fp8 else _gathered(source)
+    return (_dispatched(source, experts) if gathered is None else source.values), gathered
+
+
+def _gathered(source: Source) -> Gathered | None:
+    if source.offsets is None or source.src_pair_R is None or source.dest_row_TK is None:
+        return None
+    return Gathered(source.src_pair_R, source.dest_row_TK.shape[1])
+
+
+def _dispatched(source: Source, experts: int) -> Tensor:
+    """Return the rows, (R, M) or (e, N, M)."""
+    if source.dest_row_TK is None or source.src_pair_R is None:
+        return source.values
+    rows = dispatch_fwd(source.values, source.dest_row_TK, source.src_pair_R)
+    return rows if source.offsets is not None else rows.view(experts, -1, rows.shape[-1])
+
+
+def _weight_gradients(chunk: Pending) -> tuple[Tensor, Tensor]:
+    """Return the gradients of fc1's and fc2's weights from those of their outputs."""
+    offsets, gathered = chunk.rows.offsets, _gathered(chunk.rows)
+    active = chunk.active.view(*chunk.d_hidden.shape[:-1], chunk.active.shape[-1])
+    d_w2 = _weight_gradient(chunk.d_out, active, offsets)
+    return _weight_gradient(chunk.d_hidden, chunk.rows.values, offsets, gathered), d_w2
 
 
 def linear(
     rows: Tensor,
     weight_eBA: Tensor,
     offsets: Tensor | None,
-    source: Source | None = None,
+    source: Gathered | None = None,
     fp8: bool = False,
 ) -> Tensor:
     """Return ``rows @ weight.T`` of each expert; with a ``source`` the rows are tokens."""
     if fp8:
-        if source is not None:  # products in fp8 cannot gather
-            rows = rows.index_select(0, source.pair_R.clamp(min=0) // source.top_k)
         return _fp8_product(rows, weight_eBA, offsets)
     return product(rows, weight_eBA.transpose(1, 2), offsets, source)
 
 
 def product(
-    rows: Tensor, weight: Tensor, offsets: Tensor | None, source: Source | None = None
+    rows: Tensor, weight: Tensor, offsets: Tensor | None, source: Gathered | None = None
 ) -> Tensor:
     """Return ``rows @ weight`` of each expert; with a ``source`` the rows are tokens."""
     if offsets is None:
@@ -184,7 +214,7 @@ def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Te
 
 
 def _weight_gradient(
-    d: Tensor, rows: Tensor, offsets: Tensor | None, source: Source | None = None
+    d: Tensor, rows: Tensor, offsets: Tensor | None, source: Gathered | None = None
 ) -> Tensor:
     if offsets is None:
         return torch.bmm(d.transpose(1, 2), rows)
@@ -192,9 +222,9 @@ def _weight_gradient(
 
 
 def elementwise(
+    offsets: Tensor | None,
     *,
     activation: str,
-    offsets: Tensor | None = None,
     dropout_p: tuple[float, float] = (0.0, 0.0),
     seed: Tensor | None = None,
 ) -> tuple[dict, dict]:
@@ -208,6 +238,23 @@ def elementwise(
         {"activation": activation, "offsets": offsets, "dropout_p": p, "seed": seed},
         {"activation": "linear", "offsets": offsets, "dropout_p": last_p, "seed": last_seed},
     )
+
+
+def weighted_act_bwd(
+    dy: Tensor, h: Tensor, bias: Tensor | None, weight_R: Tensor, **options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of ``weight * bias_act_fwd(h)``, and the activation, in one pass.
+
+    They are d_h; d_bias; ``weight * bias_act_fwd(h)``, like dy; ``<dy, bias_act_fwd(h)>``, (R,).
+    ``weight_R`` is fp32; other arguments are those of :func:`.activation.bias_act_bwd`.
+    """
+    active = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    num_rows, narrowest = weight_R.numel(), min(c.kwargs["BLOCK_F"] for c in act_configs())
+    blocks = next_power_of_2(cdiv(dy.shape[-1], narrowest))
+    weight_R = checked("weight", weight_R, (num_rows,), (torch.float32,), dy.device)
+    dot = dy.new_empty((num_rows, blocks), dtype=torch.float32)
+    found = bias_act_bwd(dy, h, bias, weighted=(active, dot, weight_R), **options)
+    return *found, active, dot.sum(1)
 
 
 def _expert_order(count_De: Tensor, num_rows: int) -> Tensor | None:

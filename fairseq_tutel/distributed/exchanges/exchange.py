@@ -124,11 +124,11 @@ class Exchange:
             splits: one result of the algorithm's ``share_chunks``; None for equal parts.
             record: :class:`ExchangeRecord` for measurements; None records nothing.
         """
-        return self._at_once(rows, Direction.DISPATCH, splits, record)
+        return self.at_once(rows, Direction.DISPATCH, splits, record)
 
     def combine(self, rows: torch.Tensor, splits=None, record=None) -> torch.Tensor:
         """Send rows back to their source; ``splits`` and ``record`` are those of ``dispatch``."""
-        return self._at_once(rows, Direction.COMBINE, splits, record)
+        return self.at_once(rows, Direction.COMBINE, splits, record)
 
     def start(
         self,
@@ -153,8 +153,11 @@ class Exchange:
         handle._unfilled = _Start.apply(rows, handle)
         return handle
 
-    def _at_once(self, rows, direction, splits, record):
+    def at_once(self, rows, direction: Direction, splits=None, record=None) -> torch.Tensor:
+        """Run an exchange in one direction; differentiable for DISPATCH and COMBINE."""
         alone = self.groups.ep_size == 1
+        if direction not in (Direction.DISPATCH, Direction.COMBINE):
+            return rows if alone else self._run(rows, direction, splits, record)
         if not self.timed or record is None:
             return rows if alone else _AtOnce.apply(rows, self, direction, splits, record)
         with record.measure(rows.device):

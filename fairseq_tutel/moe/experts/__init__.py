@@ -55,9 +55,7 @@ def make_experts(
         if compute != "same":
             raise ValueError(f"expert_compute={compute!r}: expert_storage={storage!r} has its own")
         return hold_experts(bank, storage)
-    bank.compute_in(compute)
-    if memory is not None:
-        bank.keep(memory)
+    bank.set_up(compute, memory or ops.ActivationMemory())
     return bank
 
 

@@ -32,8 +32,8 @@ are stacked, as those of the built-in networks are::
 That is all: ``MoELayer(..., expert_network="mine", expert_options={"slope": 0.2})``,
 ``--moe-expert-network mine --moe-mine-slope 0.2``, padded and ragged rows, overlap with exchanges,
 placement in slices, every r, state dicts, checkpoints, ``torch.autocast`` and the planner have it
-once the file has been imported. To compute weight gradients once over all chunks of an overlapped
-exchange, override the three methods ``chunk*`` of :class:`ExpertBank` too.
+once the file has been imported. With ``activation_memory="lean"`` or ``"minimal"`` the rows and the
+outputs are kept, and the network is computed again in the backward pass.
 
 A bank that keeps its parameters in another form (a list of modules: modules.py) is a subclass of
 :class:`ExpertBank`. Its experts are not cut, and their weights do not travel.
@@ -70,6 +70,7 @@ class PreparedExperts(NamedTuple):
     dropout: tuple[float, float] = (0.0, 0.0)  # after the activation, and of the output
     dropout_at_source: float = 0.0  # of the output, applied by the tokens' rank, not the bank
     part: int = 0  # number of the part of the hidden units that this rank computes
+    network: Any = None  # computes the params without a call of the bank (network.py)
 
 
 class ExpertBank(nn.Module):
@@ -97,42 +98,34 @@ class ExpertBank(nn.Module):
         raise NotImplementedError
 
     def prepare(
-        self, dtype: torch.dtype, parallelism: ExpertParallelism | None = None
+        self,
+        dtype: torch.dtype,
+        parallelism: ExpertParallelism | None = None,
+        travels: bool = False,
     ) -> PreparedExperts | None:
         """Return what :meth:`forward` needs for rows of this dtype; None if it needs nothing.
 
-        Collective if ``parallelism`` gathers weights; only banks that can be gathered get one.
+        Collective if ``parallelism`` gathers weights; only banks that can be gathered get one. With
+        ``travels`` other ranks, with the same network, compute with the parameters too.
         """
         return None
 
-    def prepare_to_move(self, dtype: torch.dtype) -> PreparedExperts | None:
-        """Prepare parameters that another rank, with the same network, computes with."""
-        return self.prepare(dtype)
+    def set_up(self, compute: str, memory: ops.ActivationMemory) -> None:
+        """Set the precision of products, ``same`` as the rows' or ``fp8``, and what is kept.
 
-    def without_output_bias(
-        self, prepared: PreparedExperts
-    ) -> tuple[PreparedExperts, torch.Tensor | None]:
-        """Split off the last bias: return the rest, and the bias [e, M], which combine then adds.
-
-        The bias is None (default) if the bank has none or adds it itself.
+        Here the precision is only ``same``, and ``lean`` keeps values in the rows' format.
         """
-        return prepared, None
-
-    def compute_in(self, precision: str) -> None:
-        """Set the precision of products, ``same`` as the rows' or ``fp8``; here only ``same``."""
-        if precision != "same":
+        if compute != "same":
             raise ValueError(
-                f"expert_compute={precision!r} is for the networks ffn, swiglu and geglu, "
+                f"expert_compute={compute!r} is for the networks ffn, swiglu and geglu, "
                 f"not for {type(self).__name__}"
             )
-
-    def keep(self, memory: ops.ActivationMemory) -> None:
-        """Set what the forward pass keeps for the backward pass; here only "fast"."""
-        if memory.mode != "fast":
+        if memory.storage != "same":
             raise ValueError(
-                f"activation_memory={memory.mode!r} is for the networks ffn, swiglu and geglu, not "
-                f"for {type(self).__name__}; checkpoint the layer instead"
+                f"activation_storage={memory.storage!r} is for the networks ffn, swiglu and geglu, "
+                f"not for {type(self).__name__}"
             )
+        self.memory = memory
 
     def kept_per_row(self, model_dim: int) -> int:
         """Return how many numbers per row an expert saves at its activations; 0 if unknown."""
@@ -141,34 +134,3 @@ class ExpertBank(nn.Module):
     def single_names(self) -> dict[str, list[str]]:
         """Return the names ``{j}.LAYER.KIND`` in state dicts of each stacked parameter's parts."""
         return {}
-
-    @property
-    def computes_chunks(self) -> bool:
-        """Whether rows in chunks go to ``chunk*`` in place of :meth:`forward`."""
-        return False
-
-    def chunk(
-        self,
-        prepared: PreparedExperts,
-        rows: torch.Tensor,
-        offsets: torch.Tensor | None,
-        keep: bool,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """Compute one chunk without autograd.
-
-        Return the output, and the tensors that the backward pass needs if ``keep``, as many in each
-        call.
-        """
-        raise NotImplementedError
-
-    def chunk_bwd(
-        self, prepared: PreparedExperts, d_out: torch.Tensor, state: Sequence[Any], needs_rows: bool
-    ) -> tuple[torch.Tensor | None, Any]:
-        """Return the gradient of a chunk's rows, and what :meth:`chunks_bwd_params` needs."""
-        raise NotImplementedError
-
-    def chunks_bwd_params(
-        self, prepared: PreparedExperts, states: Sequence[Sequence[Any]], gradients: Sequence[Any]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of ``prepared.params``, summed over the rows of all chunks."""
-        raise NotImplementedError

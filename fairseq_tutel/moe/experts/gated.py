@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ... import ops
 from ...config import EXPERTS, Options, option
 from .ffn import Experts
+from .network import FusedNetwork
 from .stacked import StackedExperts, ffn_layout
 
 
@@ -32,21 +33,9 @@ class _GatedExperts(Experts):
     def layout_for(cls, options):
         return ffn_layout("fc_gate", "fc1", bias=options.bias)
 
-    def _options(self, prepared):
-        return ops.FFNOptions(self.gated_by, prepared.dropout, prepared.part, self.fp8)
-
-    def _tensors(self, prepared):
-        """Return gate and fc1 as one layer, [e, 2F, M] and [e, 2F], and fc2; None for no bias."""
-        found = dict(zip(self.layout, prepared.params, strict=True))
-        for name in ("fc1_weight", "fc1_bias"):
-            if name in found:
-                halves, hidden_dim, *inputs = found[name].shape
-                found[name] = found[name].reshape(halves // 2, 2 * hidden_dim, *inputs)
-        return tuple(found.get(name) for name in _GatedExperts.layout)
-
-    def _gradients(self, prepared, found):
-        there = [each for each in found if each is not None]
-        return tuple(d.view(p.shape) for d, p in zip(there, prepared.params, strict=True))
+    def _fused(self, dropout, part):
+        options = ops.FFNOptions(self.gated_by, dropout, part, self.fp8)
+        return FusedNetwork(options, parts=2, has_bias=self.options.bias)
 
     def extra_repr(self):
         return f"{StackedExperts.extra_repr(self)}, bias={self.options.bias}"

@@ -19,7 +19,7 @@ import torch
 
 from ..torch_modes import without_autocast
 from .base import ExpertBank, ExpertRows, PreparedExperts
-from .int8 import Int8
+from .int8 import INT8_MULTIPLE, Int8, expert_ffn_int8
 from .stacked import StackedExperts, fitting_tensors
 
 STORAGES = ("stacked", "mapped", "bf16", "int8")
@@ -40,6 +40,8 @@ class InferenceExperts(ExpertBank):
         self.storage = storage
         self.uses_activation = network.uses_activation
         self.expert_ids = network.expert_ids
+        sizes = network.model_dim, network.hidden_dim
+        self._whole = all(size % INT8_MULTIPLE == 0 for size in sizes)
         # by stacked parameter: a tuple of tensors (mapped), or a stack of them
         self._held: list[dict[str, Any]] = [{} for _ in network.expert_ids]
 
@@ -83,8 +85,10 @@ class InferenceExperts(ExpertBank):
             ]
         else:
             half_NM = rows_NM.to(torch.bfloat16)
-            if self.storage == "int8" and len(rows_NM) <= _INT8_ROWS and network.has_int8_product:
-                return network.compute_int8(tuple(held.values()), half_NM).to(rows_NM.dtype)
+            fused = network.network((0.0, 0.0), 0)
+            few = self.storage == "int8" and len(rows_NM) <= _INT8_ROWS
+            if few and fused and self._whole:
+                return expert_ffn_int8(half_NM, held, fused.options.activation).to(rows_NM.dtype)
             params = [value.to(torch.bfloat16) for value in held.values()]
         out_1NM = network.compute(PreparedExperts(tuple(params)), rows_NM.to(params[0])[None], None)
         return out_1NM[0].to(rows_NM.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +33,17 @@ class Int8(NamedTuple):
         return self.value.to(dtype) * self.scale[..., None].to(dtype)
 
 
-def expert_ffn_int8(
-    rows_NM: Tensor, w1: Int8, b1: Tensor | None, w2: Int8, b2: Tensor | None, *, activation: str
-) -> Tensor:
-    """Compute one expert on bf16 rows, fp32 (N, M).
+def expert_ffn_int8(rows_NM: Tensor, held: Mapping[str, Any], activation: str) -> Tensor:
+    """Compute one expert on bf16 rows, fp32 (N, M), whose widths are multiples of INT8_MULTIPLE.
 
-    Products are summed in fp32 and rounded to bf16. All else is computed in fp32. The weights are
-    (F, M), or (2F, M) for a gated network, and (M, F).
+    Products are summed in fp32 and rounded to bf16. All else is computed in fp32. ``held`` are the
+    expert's tensors of a fused network by name, its weights as :class:`Int8`.
     """
+    w1, w2 = (Int8(*(v.flatten(0, 1) for v in held[f"fc{i}_weight"])) for i in (1, 2))
+    b1, b2 = (held.get(f"fc{i}_bias") for i in (1, 2))
     product = getattr(torch, "_weight_int8pack_mm")  # noqa: B009, torch has no public form
     z_NF = product(rows_NM.contiguous(), *w1).float()
-    z_NF = z_NF if b1 is None else z_NF.add_(b1)
+    z_NF = z_NF if b1 is None else z_NF.add_(b1.flatten())
     active_NF = ops.activate(z_NF, activation).bfloat16()
     y_NM = product(active_NF, *w2).float()
-    return y_NM if b2 is None else y_NM.add_(b2)
+    return y_NM if b2 is None else y_NM.add_(b2.flatten())

@@ -5,7 +5,7 @@ B. A and B are trained; W and the biases are not. W is held in its own dtype, in
 
 The forward pass adds the updates to the weights of one layer at a time, in fp32 (fp64 for fp64),
 and rounds the sums once, to the rows' dtype. They are computed again in the backward pass and never
-kept. Gradients of A and B take products with r columns (:func:`fairseq_tutel.ops.low_rank_bwd`).
+kept. Gradients of A and B take products with r columns.
 
 This saves nothing for networks other than ffn, swiglu and geglu, for slices, and if weights travel:
 autograd then keeps the sums until the backward pass, and computes whole gradients of them.
@@ -14,19 +14,19 @@ autograd then keeps the sums until the backward pass, and computes whole gradien
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ... import ops
 from ...distributed import declare_slices, take_slice
-from ..torch_modes import untraced, without_autocast
+from ..torch_modes import without_autocast
 from .base import ExpertBank, PreparedExperts
-from .ffn import Experts
 from .inference import InferenceExperts
 from .int8 import Int8
+from .network import FusedNetwork, apply_network, weight_products
 from .stacked import Stacked, StackedExperts
 
 LORA_STORAGES = ("same", "bf16", "int8")
@@ -60,7 +60,7 @@ class LoRAExperts(StackedExperts):
             )
         if storage not in LORA_STORAGES:
             raise ValueError(f"storage={storage!r}: choose one of {', '.join(LORA_STORAGES)}")
-        self.keep(base.memory)
+        self.memory = base.memory
         network, frozen = _frozen(base, storage)
         self._network = (network,)  # not a child: a model would move and save its parameters
         self.rank, self.alpha, self.storage = rank, float(alpha), storage
@@ -153,14 +153,16 @@ class LoRAExperts(StackedExperts):
                 params.append(value.to(dtype))
         return tuple(params)
 
-    def prepare(self, dtype, parallelism=None):
-        if parallelism is None or parallelism.is_replicated:
-            dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
-            return PreparedExperts(self.held(), dropout)
-        return self._summed(self.sums(self.held(), dtype)).prepare(dtype, parallelism)
-
-    def prepare_to_move(self, dtype):
-        return self._summed(self.sums(self.held(), dtype)).prepare(dtype)
+    def prepare(self, dtype, parallelism=None, travels=False):
+        if travels or not (parallelism is None or parallelism.is_replicated):
+            summed = self._summed(self.sums(self.held(), dtype))
+            return summed.prepare(dtype, parallelism, travels)
+        dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
+        held, inner, network = self.held(), self.network.network(dropout, 0), None
+        is_frozen = not any(each.requires_grad for each in held[: len(self.network.layout)])
+        if isinstance(inner, FusedNetwork) and is_frozen:  # nobody has unfrozen weights
+            network = LowRankNetwork(self, inner)
+        return PreparedExperts(held, dropout, network=network)
 
     def _summed(self, params: Sequence[torch.Tensor]) -> StackedExperts:
         """Return the network with these tensors as its parameters."""
@@ -170,33 +172,30 @@ class LoRAExperts(StackedExperts):
         return bank
 
     def compute(self, prepared, rows, offsets):
-        network = self.network
-        if len(prepared.params) == len(network.layout):  # summed before they were gathered
-            return network.compute(prepared, rows, offsets)
-        needs = [each.requires_grad for each in (rows, *prepared.params)]
-        is_frozen = not any(needs[1 : 1 + len(network.layout)])  # nobody has unfrozen weights
-        is_ffn = isinstance(network, Experts) and not network._is_replaced
-        if torch.is_grad_enabled() and any(needs) and is_frozen and is_ffn:
-            return _updated_ffn(self, prepared, rows, offsets)
-        params = self.sums(prepared.params, rows.dtype)
-        return network.compute(prepared._replace(params=params), rows, offsets)
+        params, network = prepared.params, prepared.network
+        if isinstance(network, LowRankNetwork) and torch.is_grad_enabled():
+            return apply_network(network, params, rows, offsets)
+        if len(params) != len(self.network.layout):  # else summed before they were gathered
+            params = self.sums(params, rows.dtype)
+        return self.network.compute(prepared._replace(params=params), rows, offsets)
 
     def factor_gradients(
-        self, held: Sequence[torch.Tensor], chunk: ops.FFNChunk, gradient: ops.FFNChunkGradient
+        self, held: Sequence[torch.Tensor], chunk: ops.Pending
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients of :attr:`updates` of a feed-forward network by name."""
-        found, dtype = dict(zip(self.layout, held, strict=False)), chunk.rows.dtype
+        """Return the gradients of :attr:`updates` of a fused network by name, from one chunk.
+
+        Four products per expert have r rows or columns each. None is as large as a weight's.
+        """
+        found, offsets = dict(zip(self.layout, held, strict=False)), chunk.rows.offsets
         gradients: dict[str, torch.Tensor] = {}
-        for name, d, inputs in (
-            ("fc1_weight", gradient.d_hidden, chunk.rows),
-            ("fc2_weight", gradient.d_out, chunk.active),
+        for name, (d, inputs) in zip(
+            ("fc1_weight", "fc2_weight"), weight_products(chunk), strict=True
         ):
             names, parts = self._factor_names(name), len(self.layout[name].names)
-            a, b = (_joined(found[each].to(dtype), parts, each) for each in names)
+            a, b = (_joined(found[each].to(d.dtype), parts, each) for each in names)
             b = b * (self.alpha / self.rank)
-            if chunk.offsets is None:
-                inputs = inputs.reshape(len(a), -1, inputs.shape[-1])
-            d_a, d_b = ops.low_rank_bwd(d, inputs, a, b, chunk.offsets)
+            d_a = ops.weight_gradient(ops.rows_product(d, b, offsets), inputs, offsets)
+            d_b = ops.weight_gradient(d, ops.rows_product(inputs, a.mT, offsets), offsets)
             gradients[names[0]] = d_a.view_as(found[names[0]])
             gradients[names[1]] = _parted(d_b, parts) * (self.alpha / self.rank)
         return gradients
@@ -266,46 +265,33 @@ class LoRAExperts(StackedExperts):
         return f"{self.network.extra_repr()}, {how}"
 
 
-@untraced  # its functions are no operators that a trace could hold
-def _updated_ffn(bank, prepared, rows, offsets):
-    return _UpdatedFFN.apply(rows, offsets, bank, prepared._replace(params=()), *prepared.params)
+@dataclass(frozen=True)
+class LowRankNetwork:
+    """A fused network whose weights are sums, which are computed again in the backward pass."""
 
+    bank: LoRAExperts
+    network: FusedNetwork
+    is_operator = False
 
-class _UpdatedFFN(torch.autograd.Function):
-    """Feed-forward network with updated weights, which are summed again in the backward pass."""
+    def forward(self, rows, held, memory):
+        """Compute :meth:`FusedNetwork.forward`; ``held`` are all tensors of the bank."""
+        return self.network.forward(rows, self.bank.sums(held, rows.values.dtype), memory)
 
-    @staticmethod
-    def forward(ctx, rows, offsets, bank, prepared, *held):
-        ctx.set_materialize_grads(False)
-        ctx.bank, ctx.prepared = bank, prepared
-        summed = prepared._replace(params=bank.sums(held, rows.dtype))
-        with without_autocast(rows.device):
-            out, state = bank.network.chunk(summed, rows, offsets, True)
-        ctx.save_for_backward(*held, *state)
-        return out
+    def backward(self, d_out, rows, weight_R, saved, held, needs):
+        """Compute :meth:`FusedNetwork.backward`."""
+        params = self.bank.sums(held, rows.values.dtype)
+        return self.network.backward(d_out, rows, weight_R, saved, params, needs)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out):
-        needs_rows, _, _, _, *needs = ctx.needs_input_grad
-        if d_out is None:
-            return (None,) * (4 + len(needs))
-        saved = ctx.saved_tensors  # read once: a recomputed tensor is handed out once
-        held, chunk = saved[: len(needs)], ops.FFNChunk(*saved[len(needs) :])
-        summed = ctx.prepared._replace(params=ctx.bank.sums(held, chunk.rows.dtype))
-        found: dict[str, torch.Tensor] = {}
-        with without_autocast(d_out.device):
-            d_rows, gradient = ctx.bank.network.chunk_bwd(
-                summed, d_out.contiguous(), chunk, needs_rows
-            )
-            if any(needs):
-                found = ctx.bank.factor_gradients(held, chunk, gradient)
-        names = [*ctx.bank.layout, *(None for _ in needs)]
-        grads = (
-            found[name].to(tensor.dtype) if needed else None
-            for name, tensor, needed in zip(names, held, needs, strict=False)
-        )
-        return d_rows if needs_rows else None, None, None, None, *grads
+    def backward_params(self, chunks, held) -> list[torch.Tensor | None]:
+        """Return the gradients of A and B over all chunks; None for frozen tensors."""
+        names = [*self.bank.layout, *(None for _ in held)]
+        parts = [self.bank.factor_gradients(held, chunk) for chunk in chunks]
+        return [
+            torch.stack([part[name] for part in parts]).sum(0).to(tensor.dtype)
+            if name in parts[0]
+            else None
+            for name, tensor in zip(names, held, strict=False)
+        ]
 
 
 def _frozen(base: ExpertBank, storage: str) -> tuple[StackedExperts, dict[str, Any]]:

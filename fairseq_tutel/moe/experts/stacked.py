@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ... import distributed, ops
 from ...config import Options
-from ..torch_modes import is_observed, untraced
+from ..torch_modes import untraced
 from .base import ExpertBank, ExpertRows, PreparedExperts
 
 _gather_weights = untraced(distributed.gather_weights)  # a trace does not see collectives
@@ -168,7 +169,10 @@ class StackedExperts(ExpertBank):
 
     def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
         prepared = self.prepare(batch.rows.dtype) if prepared is None else prepared
-        return self.compute(prepared, batch.rows, batch.offsets)
+        given = prepared, batch.rows, batch.offsets
+        if self.memory.outputs or not torch.is_grad_enabled():
+            return self.compute(*given)
+        return checkpoint(self.compute, *given, use_reentrant=False)
 
     def compute(
         self, prepared: PreparedExperts, rows: torch.Tensor, offsets: torch.Tensor | None
@@ -177,15 +181,6 @@ class StackedExperts(ExpertBank):
 
         Rows after the last expert's may come out with any values.
         """
-        raise NotImplementedError
-
-    @property
-    def has_int8_product(self) -> bool:
-        """Whether there is :meth:`compute_int8`."""
-        return False
-
-    def compute_int8(self, held: Sequence[Any], rows_NM: torch.Tensor) -> torch.Tensor:
-        """Compute one expert's bf16 rows in fp32; ``held``: its parameters, weights as Int8."""
         raise NotImplementedError
 
     def without_weights(self) -> StackedExperts:
@@ -197,20 +192,27 @@ class StackedExperts(ExpertBank):
         }
         return bank
 
+    def network(self, dropout: tuple[float, float], part: int) -> Any:
+        """Return the network that computes in place of :meth:`compute`; None (default): none."""
+        return None
+
     def prepare(
-        self, dtype: torch.dtype, parallelism: distributed.ExpertParallelism | None = None
+        self,
+        dtype: torch.dtype,
+        parallelism: distributed.ExpertParallelism | None = None,
+        travels: bool = False,
     ) -> PreparedExperts:
         # slices leave dropout of the output to the tokens' rank: it must not depend on r
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
         self._refuse_reparametrized()
         params = tuple(getattr(self, name).to(dtype) for name in self.layout)
-        if parallelism is None or parallelism.is_replicated:
-            return PreparedExperts(params, dropout)
-        dims = [stacked.slice_dim for stacked in self.layout.values()]
-        params = _gather_weights(params, dims, parallelism)
-        if parallelism.groups.placement == "sliced":
-            return PreparedExperts(params, (dropout[0], 0.0), dropout[1], parallelism.part)
-        return PreparedExperts(params, dropout, part=parallelism.part)
+        at_source, part = 0.0, 0
+        if parallelism is not None and not parallelism.is_replicated:
+            dims = [stacked.slice_dim for stacked in self.layout.values()]
+            params, part = _gather_weights(params, dims, parallelism), parallelism.part
+            if parallelism.groups.placement == "sliced":
+                dropout, at_source = (dropout[0], 0.0), dropout[1]
+        return PreparedExperts(params, dropout, at_source, part, self.network(dropout, part))
 
     @staticmethod
     def product(
@@ -226,13 +228,6 @@ class StackedExperts(ExpertBank):
         *parts, rest = rows.tensor_split(offsets.tolist())
         products = [part @ each.t() for part, each in zip(parts, weight, strict=True)]
         return torch.cat([*products, rows.new_zeros((len(rest), weight.shape[1]))])
-
-    @property
-    def computes_chunks(self) -> bool:
-        """Whether nobody replaces or observes the forward that chunks would bypass."""
-        mine = type(self)
-        replaced = mine.forward is not StackedExperts.forward or mine.chunk is ExpertBank.chunk
-        return not (replaced or is_observed(self))
 
     def single_names(self) -> dict[str, list[str]]:
         slots = range(len(self.expert_ids))

@@ -2,9 +2,9 @@
 
 from ...config import ROUTERS, MoEConfig, Options, above, at_least, option
 from ..torch_modes import call_in
-from .base import Router, TopKRouter
+from .base import Router, TopKRouter, jitter_tokens
 from .cosine import CosineRouter
-from .from_logits import jitter_tokens, route_logits
+from .from_logits import route_logits
 from .linear import LinearRouter
 
 register_router = ROUTERS.register

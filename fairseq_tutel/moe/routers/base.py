@@ -45,7 +45,7 @@ from ..load_bias import UpdateWatch, quantile_bias, sign_bias
 from ..reports import RouterAux
 from ..routing import RouterCall, Routing
 from ..torch_modes import without_autocast
-from .from_logits import jitter_tokens, route_logits
+from .from_logits import route_logits
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,14 @@ class Router(nn.Module):
                 logger.warning("the checkpoint has no %s: it starts with its initial value", key)
             else:
                 missing_keys.append(key)
+
+
+def jitter_tokens(x_TM: torch.Tensor, call: RouterCall) -> torch.Tensor:
+    """Multiply by uniform(1-j, 1+j) in training (Switch Transformer, section 2.2)."""
+    jitter = call.config.input_jitter
+    if not call.training or jitter == 0:
+        return x_TM
+    return x_TM * torch.empty_like(x_TM).uniform_(1 - jitter, 1 + jitter)
 
 
 class TopKRouter(Router):

@@ -12,9 +12,9 @@ from fairseq_tutel.backends.triton import (
     _grouped_tma,
     activation,
     adam,
+    expert_ffn,
     gate_logits,
     gating,
-    lean_ffn,
     slots,
 )
 
@@ -193,7 +193,7 @@ def bias_act_bwd_dh(device):
     yield d_bias, [[15, 200]]
     weight = torch.tensor([2.0, 3.0], device=device)
     options = {"activation": "swiglu", "offsets": None, "dropout_p": 0.0, "seed": None}
-    d_h, d_bias, active, dot = lean_ffn.weighted_act_bwd(dy, h, bias, weight, **options)
+    d_h, d_bias, active, dot = expert_ffn.weighted_act_bwd(dy, h, bias, weight, **options)
     yield d_h, [[[10, 0], [30, 600]]]
     yield d_bias, [[40, 600]]
     yield active, [[[0], [1500]]]

@@ -30,20 +30,20 @@ def make(layout, dtype, halves=1, biased=True):
     return params, chunks
 
 
-def in_chunks(params, chunks, options):
+def in_chunks(params, chunks, options, memory=ops.ActivationMemory()):  # noqa: B008
     """Outputs, gradients of rows, gradients of params; the seeds of the masks."""
+    sources = [ops.Source(rows, ends) for rows, _, ends in chunks]
+    seeds = [options.draw_seed(torch.device("cpu")) for _ in chunks]
     done = [
-        ops.ffn_chunk(rows, *params, offsets=ends, options=options, keep_hidden=True)
-        for rows, _, ends in chunks
+        ops.network_fwd(source, params, options, memory, seed)
+        for source, seed in zip(sources, seeds, strict=True)
     ]
-    states = [state for _, state in done]
-    gradients = [
-        ops.ffn_chunk_bwd(d_out, state, *params, options=options)
-        for (_, d_out, _), state in zip(chunks, states, strict=True)
+    found = [
+        ops.network_bwd(source.like(d_out), source, None, saved, params, options)
+        for (_, d_out, _), (_, saved), source in zip(chunks, done, sources, strict=True)
     ]
-    d_params = ops.ffn_chunks_bwd_params(states, gradients, *params)
-    d_rows = [gradient.d_rows for gradient in gradients]
-    return [out for out, _ in done], d_rows, d_params, [state.seed for state in states]
+    d_params = ops.network_bwd_params([pending for *_, pending in found], params)
+    return [out for out, _ in done], [d_rows for d_rows, *_ in found], d_params, seeds
 
 
 def as_one(params, chunks, options, seeds):

@@ -1,18 +1,17 @@
-"""Experts that read tokens where they are: against dispatch and experts of rows."""
+"""Dispatch, experts and combine as one operator, against loops and the single operators."""
 
 import importlib
 
 import pytest
 import torch
 from helpers import naive
-from helpers.assertions import assert_close, rms_ratio
-from helpers.dispatched import spied
+from helpers.assertions import assert_close
 from helpers.layers import run
 
 from fairseq_tutel import ops
 from fairseq_tutel.moe import MoELayer
 
-operator = importlib.import_module("fairseq_tutel.ops.token_ffn")  # a function has its name
+operator = importlib.import_module("fairseq_tutel.ops.expert_ffn")  # a function has its name
 T, K, E, M, F = 7, 3, 4, 8, 16
 
 
@@ -33,39 +32,29 @@ def routed(gated, device, dtype):
 
 
 @pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize("memory", ["fast", "lean", "minimal"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equals_the_experts_of_written_rows(way, gated, dtype, backend):
+def test_equals_the_three_operators(way, gated, memory, dtype, backend):
     given, maps, offsets = routed(gated, "cpu", dtype)
-    activation, used = "swiglu" if gated else "silu", int(offsets[-1])
-    options = ops.FFNOptions(activation, (0.0, 0.0))
-    d_out = torch.randn(used, M)
-    exact = [value.detach().double().requires_grad_() for value in given]
-    rows = naive.dispatch(exact[0], *maps)
-    want = ops.expert_ffn(rows, *exact[1:], activation=activation, offsets=offsets)[:used]
-    want.backward(d_out.double())
+    expert_TK = torch.bucketize(maps[0], offsets, right=True).int().clamp(max=E - 1)
+    activation, weight = "swiglu" if gated else "silu", torch.rand(T, K).to(dtype).float()
+    dy = torch.randn(T, M).to(dtype)
+    exact = [value.detach().double().requires_grad_() for value in (weight, *given)]
+    rows = naive.dispatch(exact[1], *maps)
+    out = ops.expert_ffn(rows, *exact[2:], activation=activation, offsets=offsets)
+    want = naive.combine(out, maps[0], exact[0])
+    want.backward(dy.double())
     backend(way)
     x, *params = given
-    got = ops.token_ffn(x, *maps, *params, offsets=offsets, options=options)
-    assert got.dtype == dtype and len(got) == used + 2
-    got[:used].backward(d_out.to(dtype))
-    assert_close("out", got[:used], want, dtype)
-    for name, value, reference in zip(("x", "w1", "b1", "w2", "b2"), given, exact, strict=True):
+    how = {"options": ops.FFNOptions(activation), "memory": ops.ActivationMemory(memory)}
+    weight.requires_grad_()
+    got = ops.routed_ffn(x, weight, *maps, expert_TK, *params, offsets=offsets, **how)
+    got.backward(dy)
+    assert_close("y", got, want, dtype)
+    names = "weight", "x", "w1", "b1", "w2", "b2"
+    for name, value, reference in zip(names, (weight, *given), exact, strict=True):
         assert_close(name, value.grad, reference.grad, dtype)
-
-
-@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
-def test_multiplies_in_fp8_as_the_experts_of_written_rows(way, backend):
-    (x, *params), maps, offsets = routed(True, "cpu", torch.float32)
-    rows, used, outs = naive.dispatch(x, *maps), int(offsets[-1]), []
-    backend(way)
-    for fp8 in (True, False):
-        options = ops.FFNOptions("swiglu", (0.0, 0.0), fp8=fp8)
-        outs.append(ops.token_ffn(x, *maps, *params, offsets=offsets, options=options)[:used])
-    backend("torch")
-    want = ops.expert_ffn(rows, *params, activation="swiglu", offsets=offsets, fp8=True)[:used]
-    # one number may be rounded the other way
-    assert rms_ratio(outs[0], want) < 0.01 < 0.02 < rms_ratio(outs[1], want)
 
 
 @pytest.mark.interpreted
@@ -73,28 +62,42 @@ def test_multiplies_in_fp8_as_the_experts_of_written_rows(way, backend):
 def test_a_layer_with_and_without_written_rows(network, backend, monkeypatch):
     """Equal to fp32's rounding; wide experts, and a hook that wants the rows, get them written."""
     backend("triton")
-    dispatched = spied(monkeypatch, ops, "dispatch")
     layer = MoELayer(M, E, F, top_k=K, capacity_factor=0.0, seed=1, expert_network=network)
     x = torch.randn(T, M)
-
+    assert operator.gathers_tokens(x, layer.experts.fc1_weight)
     gathered = run(layer, x, x)
-    assert not dispatched
     monkeypatch.setattr(operator, "_WIDEST", F - 1)
     for name, want in run(layer, x, x).items():
         assert_close(name, gathered[name], want, torch.float32)
-    assert len(dispatched) == 1
     monkeypatch.setattr(operator, "_WIDEST", 2 * F)
     seen = []
     layer.experts.register_forward_hook(lambda module, args, out: seen.append(len(out)))
     run(layer, x, x)
-    assert len(dispatched) == 2 and seen == [T * K]
+    assert seen == [T * K]
+
+
+@pytest.mark.parametrize("keep", ["all", "none", "same", "fp8", "nothing"])
+@pytest.mark.parametrize("is_routed", [True, False])
+def test_registered_operator(is_routed, keep):
+    given, maps, offsets = routed(False, "cpu", torch.float32)
+    x, *params = given
+    pairs = torch.rand(T, K, requires_grad=True), *maps, torch.zeros(T, K, dtype=torch.int32)
+    if not is_routed:
+        x, pairs = torch.randn(int(offsets[-1]), M, requires_grad=True), (None,) * 4
+    how = "gelu", 0.0, 0.0, False, False, False, keep
+    tests = ["test_schema", "test_faketensor"]
+    if keep != "nothing" and (is_routed or keep == "all"):
+        tests.append("test_autograd_registration")
+    args = x, *pairs, *params, offsets, None, *how
+    torch.library.opcheck(torch.ops.fairseq_tutel.expert_ffn.default, args, test_utils=tests)
 
 
 def test_refusals():
     given, maps, offsets = routed(False, "cpu", torch.float32)
     x, *params = given
-    options = ops.FFNOptions("silu", (0.0, 0.0))
+    how = {"options": ops.FFNOptions("silu"), "memory": ops.ActivationMemory(), "offsets": offsets}
+    pairs = torch.rand(T, K), *maps, torch.zeros(T, K, dtype=torch.int32), *params
     with pytest.raises(ValueError, match=r"x must be \(7, model_dim\)"):
-        ops.token_ffn(x[:-1], *maps, *params, offsets=offsets, options=options)
+        ops.routed_ffn(x[:-1], *pairs, **how)
     with pytest.raises(ValueError, match="src_pair must be"):
-        ops.token_ffn(x, maps[0], maps[1].long(), *params, offsets=offsets, options=options)
+        ops.routed_ffn(x, *pairs[:2], maps[1].long(), *pairs[3:], **how)
