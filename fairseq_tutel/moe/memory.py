@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..ops import ActivationMemory
+from .experts import is_fused
 
 _MEMORY_FILE = Path("/proc/meminfo")
 
@@ -67,17 +68,21 @@ def routed_bytes(
     element: int,
     memory: ActivationMemory,
     communicates: bool,
+    fused: bool = True,
 ) -> RoutedBytes:
     """Return the bytes for T tokens of this rank.
 
     ``outputs`` are logits per token; ``rows`` those of the dispatch buffer, each of which goes to
     ``destinations`` ranks; ``hidden`` numbers per row before and after the activation of a whole
     expert, ``hidden_dim`` after it; ``element`` bytes of a number. If rows come from other ranks,
-    ``lean`` keeps them.
+    ``lean`` keeps them. A network that is not ``fused`` keeps rows and outputs and is computed
+    again.
     """
     buffer, all_hidden = rows * destinations * element * model_dim, rows * element * hidden
     kept_rows, kept_hidden = 2 * buffer, all_hidden
-    if memory.mode != "fast":
+    if memory.mode != "fast" and not fused:
+        kept_hidden = 0
+    elif memory.mode != "fast":
         keeps = memory.mode == "lean"
         stored = {"bf16": 2, "fp8": 1}.get(memory.storage, element)
         kept_rows = buffer // element * stored if keeps and communicates else 0
@@ -109,6 +114,7 @@ def memory_of_step(layer: Any, num_tokens: int, dtype: torch.dtype | None) -> St
         element=(dtype or params[0].dtype).itemsize,
         memory=experts.memory,
         communicates=layer.exchange_choice.communicates,
+        fused=is_fused(experts),
     )
     kinds = {
         "weights": sum(param.nbytes for param in params),

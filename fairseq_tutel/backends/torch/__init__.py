@@ -7,13 +7,13 @@ torch's own products compute best on a GPU too. A gradient is a plain function (
 
 import torch
 
+from ._grouped import rows_product, weight_gradient
 from .activation import ACTIVATIONS
 from .adam import adam16_maxima, adam16_step_, adam16_steps_, finite_max, quantize_
 from .dispatch import combine_bwd, combine_fwd, dispatch_bwd, dispatch_fwd
 from .expert_ffn import network_bwd, network_bwd_params, network_fwd
 from .gate_logits import gate_logits_bwd, gate_logits_fwd
 from .gating import scaled_dot_fwd, topk_gating_bwd, topk_gating_fwd
-from .grouped import rows_product, weight_gradient
 from .rows import assign_rows_bwd, assign_rows_fwd, sort_pairs_fwd, source_of_rows
 from .slots import assign_slots
 from .wire import decode_rows, encode_rows

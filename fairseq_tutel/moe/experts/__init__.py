@@ -17,6 +17,7 @@ from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
 from .lora import LORA_STORAGES, LoRAExperts
 from .modules import ExpertList, own_experts, with_width
+from .network import is_fused
 from .plain import ClampedSwiGLUExperts, PlainExperts
 from .stacked import Stacked, StackedExperts
 
@@ -73,6 +74,7 @@ __all__ = [
     "StackedExperts",
     "SwiGLUExperts",
     "hold_experts",
+    "is_fused",
     "option",
     "register_experts",
 ]

@@ -55,7 +55,7 @@ class Experts(StackedExperts):
         self._refuse_gpu_without_fp8()
         return moved
 
-    def network(self, dropout, part):
+    def make_network(self, dropout, part):
         return None if self._is_replaced else self._fused(dropout, part)
 
     def _fused(self, dropout, part) -> FusedNetwork:

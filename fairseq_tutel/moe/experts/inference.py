@@ -85,7 +85,7 @@ class InferenceExperts(ExpertBank):
             ]
         else:
             half_NM = rows_NM.to(torch.bfloat16)
-            fused = network.network((0.0, 0.0), 0)
+            fused = network.make_network((0.0, 0.0), 0)
             few = self.storage == "int8" and len(rows_NM) <= _INT8_ROWS
             if few and fused and self._whole:
                 return expert_ffn_int8(half_NM, held, fused.options.activation).to(rows_NM.dtype)

@@ -158,11 +158,14 @@ class LoRAExperts(StackedExperts):
             summed = self._summed(self.sums(self.held(), dtype))
             return summed.prepare(dtype, parallelism, travels)
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
-        held, inner, network = self.held(), self.network.network(dropout, 0), None
+        held, inner, network = self.held(), self.make_network(dropout, 0), None
         is_frozen = not any(each.requires_grad for each in held[: len(self.network.layout)])
         if isinstance(inner, FusedNetwork) and is_frozen:  # nobody has unfrozen weights
             network = LowRankNetwork(self, inner)
         return PreparedExperts(held, dropout, network=network)
+
+    def make_network(self, dropout, part):
+        return self.network.make_network(dropout, part)
 
     def _summed(self, params: Sequence[torch.Tensor]) -> StackedExperts:
         """Return the network with these tensors as its parameters."""

@@ -79,6 +79,12 @@ class FusedNetwork:
         return [d.view(param.shape) for d, param in zip(there, params, strict=True)]
 
 
+def is_fused(bank: Any) -> bool:
+    """Return whether a bank has a network of its own, so that it is not called."""
+    make = getattr(bank, "make_network", None)
+    return make is not None and make((0.0, 0.0), 0) is not None
+
+
 def weight_products(chunk: ops.Pending) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return, for fc1 and for fc2, the output's gradients and the inputs of a chunk.
 

@@ -192,7 +192,7 @@ class StackedExperts(ExpertBank):
         }
         return bank
 
-    def network(self, dropout: tuple[float, float], part: int) -> Any:
+    def make_network(self, dropout: tuple[float, float], part: int) -> Any:
         """Return the network that computes in place of :meth:`compute`; None (default): none."""
         return None
 
@@ -212,7 +212,7 @@ class StackedExperts(ExpertBank):
             params, part = _gather_weights(params, dims, parallelism), parallelism.part
             if parallelism.groups.placement == "sliced":
                 dropout, at_source = (dropout[0], 0.0), dropout[1]
-        return PreparedExperts(params, dropout, at_source, part, self.network(dropout, part))
+        return PreparedExperts(params, dropout, at_source, part, self.make_network(dropout, part))
 
     @staticmethod
     def product(
