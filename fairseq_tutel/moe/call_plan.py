@@ -34,9 +34,9 @@ class CallPlan(NamedTuple):
     experts: Callable[..., torch.Tensor]
     is_called: bool  # the experts are called with rows, even if they have a network
     prepared: Any  # PreparedExperts, or None if the experts prepare themselves
-    weight_TK: torch.Tensor
-    expert_TK: torch.Tensor
-    maps: tuple[torch.Tensor, torch.Tensor]  # dest_row_TK, src_pair_R in the order of sending
+    weight_TK: Any  # fp32 [T, K]
+    expert_TK: Any  # int32 [T, K]
+    maps: tuple[Any, ...]  # dest_row_TK, src_pair_R in the order of sending
     chunks: Sequence[Chunk]
     link: Link
     drop: SourceDropout | None  # dropout of the outputs on the tokens' rank
@@ -100,7 +100,10 @@ class CallPlan(NamedTuple):
     ) -> tuple[Travels, torch.Tensor | None]:
         """Return what the backward pass sends, and the weights' gradient if it is known here."""
         if self.keeps_outputs:
-            d_out_RM, d_weight_TK = ops.combine_bwd(dy_TM, out_RM, *self.maps, weight_TK)
+            dest_row_TK, src_pair_R = self.maps
+            d_out_RM, d_weight_TK = ops.combine_bwd(
+                dy_TM, out_RM, dest_row_TK, src_pair_R, weight_TK
+            )
             return Travels(self.dropped(d_out_RM), None, None), d_weight_TK
         d_out_RM = self.dropped(ops.dispatch(dy_TM, *self.maps))
         weight_R1 = ops.row_weights(weight_TK, self.maps[1])[:, None]

@@ -42,7 +42,8 @@ def through_modules(x_TM: torch.Tensor, plan: CallPlan) -> torch.Tensor:
     """Compute a call whose experts are called with rows, [T, M] -> [T, M]; by autograd."""
     rows_RM = ops.dispatch(x_TM, *plan.maps)
     in_chunks = _call_in_chunks if plan.link.stream is None else _overlapped
-    return ops.combine(plan.dropped(in_chunks(rows_RM, plan)), *plan.maps, plan.weight_TK)
+    out_RM, (dest_row_TK, src_pair_R) = plan.dropped(in_chunks(rows_RM, plan)), plan.maps
+    return ops.combine(out_RM, dest_row_TK, src_pair_R, plan.weight_TK)
 
 
 def _call_in_chunks(rows_RM, plan):

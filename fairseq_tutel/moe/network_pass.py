@@ -38,17 +38,21 @@ def through_network(x_TM: torch.Tensor, plan: CallPlan) -> torch.Tensor:
 
 @untraced  # a trace sees neither collectives nor threads
 def _in_chunks(x_TM, plan):
-    given = plan._replace(prepared=plan.prepared._replace(params=()))
-    return _Pass.apply(x_TM, plan.weight_TK, given, *plan.prepared.params)
+    prepared, (dest_row_TK, src_pair_R) = plan.prepared, plan.maps
+    # tensors are arguments, so that activation checkpointing knows them
+    given = plan._replace(prepared=prepared._replace(params=()), weight_TK=None, expert_TK=None)
+    tensors = plan.weight_TK, dest_row_TK, src_pair_R, *prepared.params
+    return _Pass.apply(given._replace(maps=()), x_TM, *tensors)
 
 
 class _Pass(torch.autograd.Function):
     """One call of a network, in chunks."""
 
     @staticmethod
-    def forward(ctx, x_TM, weight_TK, plan, *params):
+    def forward(ctx, plan, x_TM, weight_TK, dest_row_TK, src_pair_R, *params):
         ctx.plan, network, link = plan, plan.prepared.network, plan.link
-        rows_RM = ops.dispatch(x_TM, *plan.maps)
+        plan = plan._replace(maps=(dest_row_TK, src_pair_R))
+        rows_RM = ops.dispatch(x_TM, dest_row_TK, src_pair_R)
         out_RM = torch.empty_like(rows_RM) if len(plan.chunks) > 1 else None
 
         def compute(chunk, rows):
@@ -65,66 +69,85 @@ class _Pass(torch.autograd.Function):
             )
         out_RM = plan.dropped(arrived[0] if out_RM is None else out_RM)
         kept_RM = out_RM if plan.keeps_outputs else out_RM.new_empty(0)
-        ctx.save_for_backward(x_TM, weight_TK, kept_RM, *params, *itertools.chain(*saved))
-        dest_row_TK, src_pair_R = plan.maps
+        tensors = x_TM, weight_TK, dest_row_TK, src_pair_R, kept_RM, *params
+        ctx.save_for_backward(*tensors, *itertools.chain(*saved))
         return ops.combine(out_RM, dest_row_TK, src_pair_R, weight_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_TM):
-        plan, network, link = ctx.plan, ctx.plan.prepared.network, ctx.plan.link
-        needs_x, needs_weight, _, *needs = ctx.needs_input_grad
+        _, needs_x, needs_weight, _, _, *needs = ctx.needs_input_grad
         tensors = ctx.saved_tensors  # read once: a recomputed tensor is handed out once
-        (x_TM, weight_TK, out_RM), params = tensors[:3], tensors[3 : 3 + len(needs)]
-        later = iter(split_states(tensors[3 + len(needs) :], len(plan.chunks))[::-1])
+        (x_TM, weight_TK, *maps, out_RM), rest = tensors[:5], tensors[5:]
+        params, saved = rest[: len(needs)], rest[len(needs) :]
+        plan = ctx.plan._replace(maps=tuple(maps))
         travels, d_weight_TK = plan.gradients(dy_TM.contiguous(), x_TM, weight_TK, out_RM)
-        d_rows_RM = torch.empty_like(travels.d_out_RM) if needs_x else None
-        weight_R1 = travels.weight_R1
-        d_weight_R1 = None if weight_R1 is None else torch.empty_like(weight_R1)
-
-        def send(chunk):
-            yield link.start(travels.d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)
-            if weight_R1 is not None:
-                weight = weight_R1[chunk.span]
-                yield link.plain().start(weight, Direction.COMBINE_GRADIENT, chunk)
-            if travels.rows_RM is not None:
-                # a measured exchange would run at once, before those that are queued
-                unmeasured = link._replace(record=None)
-                yield unmeasured.start(travels.rows_RM[chunk.span], Direction.DISPATCH, chunk)
-
-        def compute(chunk, *arrived):
-            d_out, *rest = map(chunk.by_expert, arrived)
-            row, scale, *saved = next(later)
-            weight = rest.pop(0) if weight_R1 is not None else None
-            rows = rest[0] if rest else ops.restore(row, scale, d_out).view(d_out.shape)
-            d_rows, d_weight, pending = network.backward(
-                ops.Source(d_out, chunk.offsets),
-                ops.Source(rows, chunk.offsets),
-                None if weight is None else weight.reshape(-1),
-                saved,
-                params,
-                {"needs_rows": needs_x, "needs_params": any(needs)},
-            )
-            if weight is not None and d_weight is not None:
-                d_weight = chunk.by_rank(d_weight.view(weight.shape))
-            return [d_weight, chunk.by_rank(d_rows) if needs_x else None], pending
-
-        def send_back(chunk, d_weight, d_rows):
-            if d_weight_R1 is not None:
-                into = d_weight_R1[chunk.span]
-                yield link.plain().start(d_weight, Direction.DISPATCH_GRADIENT, chunk, into)
-            if d_rows_RM is not None:
-                into = d_rows_RM[chunk.span]
-                yield link.start(d_rows, Direction.DISPATCH_GRADIENT, chunk, into)
-
-        def params_bwd(pending):
-            return network.backward_params(pending[::-1], params)
-
-        meanwhile = params_bwd if any(needs) else None
+        asked = {"needs_rows": needs_x, "needs_params": any(needs)}
         with without_autocast(x_TM.device):
-            _, _, d_params = pipeline(plan.chunks[::-1], send, compute, send_back, meanwhile)
-        d_x_TM = None if d_rows_RM is None else ops.dispatch_bwd(d_rows_RM, plan.maps[0])
-        if d_weight_R1 is not None and needs_weight:
-            d_weight_TK = ops.pair_values(d_weight_R1[:, 0], plan.maps[0]).to(weight_TK.dtype)
+            run = _Backward(plan, travels, params, saved, asked)
+            d_rows_RM, d_weight_R1, d_params = run.through(needs_x, any(needs))
+        d_x_TM = None if d_rows_RM is None else ops.dispatch_bwd(d_rows_RM, maps[0])
+        if d_weight_R1 is not None:
+            d_weight_TK = ops.pair_values(d_weight_R1[:, 0], maps[0]).to(weight_TK.dtype)
         d_weight_TK = d_weight_TK if needs_weight else None
-        return d_x_TM, d_weight_TK, None, *needed_gradients(d_params, needs)
+        return None, d_x_TM, d_weight_TK, None, None, *needed_gradients(d_params, needs)
+
+
+class _Backward:
+    """The pipeline of a backward pass: what is sent, computed, and sent back for a chunk."""
+
+    def __init__(self, plan, travels, params, saved, asked):
+        self._plan, self._params, self._asked, self._travels = plan, params, asked, travels
+        self._network, self._link = plan.prepared.network, plan.link
+        self._later = iter(split_states(saved, len(plan.chunks))[::-1])
+        many, weight_R1 = len(plan.chunks) > 1, travels.weight_R1
+        self._d_rows_RM = torch.empty_like(travels.d_out_RM) if many else None
+        self._d_weight_R1 = torch.empty_like(weight_R1) if many and weight_R1 is not None else None
+
+    def through(self, needs_rows: bool, needs_params: bool):
+        """Return the gradients of the rows, of their weights or None, and of the parameters."""
+        chunks, weighs = self._plan.chunks[::-1], self._travels.weight_R1 is not None
+        meanwhile = self._of_params if needs_params else None
+        steps = self._send, self._compute, self._send_back, meanwhile
+        arrived, _, d_params = pipeline(chunks, *steps)
+        d_rows_RM, d_weight_R1 = self._d_rows_RM, self._d_weight_R1
+        if not needs_rows:
+            d_rows_RM = None
+        if len(chunks) == 1:
+            d_weight_R1 = arrived[0] if weighs else None
+            d_rows_RM = arrived[-1] if needs_rows else None
+        return d_rows_RM, d_weight_R1, d_params
+
+    def _send(self, chunk):
+        link, (d_out_RM, weight_R1, rows_RM) = self._link, self._travels
+        yield link.start(d_out_RM[chunk.span], Direction.COMBINE_GRADIENT, chunk)
+        if weight_R1 is not None:
+            yield link.plain().start(weight_R1[chunk.span], Direction.COMBINE_GRADIENT, chunk)
+        if rows_RM is not None:
+            # a measured exchange would run at once, before those that are queued
+            unmeasured = link._replace(record=None)
+            yield unmeasured.start(rows_RM[chunk.span], Direction.DISPATCH, chunk)
+
+    def _compute(self, chunk, *arrived):
+        d_out, *rest = map(chunk.by_expert, arrived)
+        row, scale, *saved = next(self._later)
+        weight = rest.pop(0) if self._travels.weight_R1 is not None else None
+        rows = rest[0] if rest else ops.restore(row, scale, d_out).view(d_out.shape)
+        sources = ops.Source(d_out, chunk.offsets), ops.Source(rows, chunk.offsets)
+        weight_R = None if weight is None else weight.reshape(-1)
+        d_rows, d_weight, pending = self._network.backward(
+            *sources, weight_R, saved, self._params, self._asked
+        )
+        if weight is not None:
+            d_weight = chunk.by_rank(d_weight.view(weight.shape))
+        return [d_weight, chunk.by_rank(d_rows) if self._asked["needs_rows"] else None], pending
+
+    def _send_back(self, chunk, d_weight, d_rows):
+        link, way = self._link, Direction.DISPATCH_GRADIENT
+        if d_weight is not None:
+            yield link.plain().start(d_weight, way, chunk, chunk.of(self._d_weight_R1))
+        if d_rows is not None:
+            yield link.start(d_rows, way, chunk, chunk.of(self._d_rows_RM))
+
+    def _of_params(self, pending):
+        return self._network.backward_params(pending[::-1], self._params)
