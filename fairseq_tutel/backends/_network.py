@@ -1,4 +1,4 @@
-"""What the functions of the experts' network take and return, in both backends.
+"""Arguments and results of the functions of the experts' network, in both backends.
 
 ``network_fwd`` computes the outputs of rows. ``network_bwd`` computes the gradients of the rows and
 of their weights, and either the gradients of the parameters or what they need later.

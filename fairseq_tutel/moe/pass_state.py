@@ -1,12 +1,13 @@
 """State of a layer that ranks must share in a pass, beside its options."""
 
+from typing import Any
+
 import torch
 
 from ..distributed import PassState
 from ..distributed.exchanges import LocalCopy
 from .exchange_choice import ExchangeChoice
-from .experts import ExpertBank
-from .lean import keeps_less
+from .experts import ExpertBank, is_fused
 from .torch_modes import checkpoints, is_observed
 
 
@@ -42,17 +43,15 @@ def _trained(experts: torch.nn.Module) -> list[str]:
 
 
 def _memory(experts: torch.nn.Module, choice: ExchangeChoice) -> str:
-    """Return what the experts keep, and whether chunks differ from those of other ranks."""
-    if keeps_less(experts):
-        return experts.memory.mode
-    in_chunks = choice.overlap_degree == 1 or (
-        isinstance(experts, ExpertBank) and experts.computes_chunks
-    )
-    wanted = getattr(experts, "memory", ExpertBank.memory).mode
-    if in_chunks and wanted == "fast":
+    """Return what a network keeps; or that the experts are called, if the order depends on it."""
+    direct = isinstance(experts, ExpertBank) and not is_observed(experts)
+    if direct and is_fused(experts):
+        memory: Any = experts.memory
+        return memory.mode
+    if choice.overlap_degree == 1:
         return "fast"
-    reason = "hooks or a wrapper observe the experts" if is_observed(experts) else "chunk by chunk"
-    return f"fast, {reason}"
+    observed = is_observed(experts)
+    return "hooks or a wrapper observe the experts" if observed else "chunk by chunk"
 
 
 def _described(experts: torch.nn.Module, training: bool) -> str:

@@ -1,4 +1,4 @@
-"""What experts keep for the backward pass, and in which format."""
+"""Memory of experts for the backward pass, and its formats."""
 
 from __future__ import annotations
 

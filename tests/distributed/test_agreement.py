@@ -216,7 +216,7 @@ def _in_autocast(layer, x):
 
 
 def _minimal(layer, x):
-    layer.experts.keep(ActivationMemory("minimal"))
+    layer.experts.memory = ActivationMemory("minimal")
     return layer(x)
 
 
