@@ -13,7 +13,7 @@ from ._operator import check_indices, check_shape, empty_gradients, operator
 from .activation_memory import STORED, ActivationMemory, restore
 from .backend import backend_for, implementation
 from .dispatch import check_maps, check_tokens, combine_takes_bias
-from .ffn_options import FFNOptions, check_activation, check_ffn, dropout_seed
+from .ffn_options import FFNOptions, check_activation, check_ffn, dropout_seed, ffn_flops
 from .fp8 import check_fp8
 
 # Largest width of fc1's output for which the products gather the rows from the tokens. Products of
@@ -97,16 +97,6 @@ def _sum(parts, bias):
         return None
     acc = torch.promote_types(parts[0].dtype, torch.float32)
     return torch.stack(parts).sum(0, dtype=acc).to(bias.dtype)
-
-
-def ffn_flops(rows: int, params: Sequence[Any], firsts: int = 1, seconds: int = 1) -> int:
-    """Return the FLOPs of products of rows with fc1's weights, and of those with fc2's.
-
-    All rows of a buffer count, as in torch's own formulas: only the device knows how many are used.
-    """
-    fc1_weight, _, fc2_weight, *_ = params
-    products = firsts * fc1_weight.shape[1:].numel() + seconds * fc2_weight.shape[1:].numel()
-    return 2 * rows * products
 
 
 class _Call:

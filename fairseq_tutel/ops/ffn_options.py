@@ -91,3 +91,13 @@ def check_ffn(
         check_shape(name, param, wanted)
     if offsets is not None:
         check_indices("offsets", offsets, "experts")
+
+
+def ffn_flops(rows: int, params: Sequence[Any], firsts: int = 1, seconds: int = 1) -> int:
+    """Return the FLOPs of products of rows with fc1's weights, and of those with fc2's.
+
+    All rows of a buffer count, as in torch's own formulas: only the device knows how many are used.
+    """
+    fc1_weight, _, fc2_weight, *_ = params
+    products = firsts * fc1_weight.shape[1:].numel() + seconds * fc2_weight.shape[1:].numel()
+    return 2 * rows * products
