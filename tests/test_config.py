@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 import fairseq_tutel.moe  # noqa: F401  registers what is chosen by name
-from fairseq_tutel.config import ExchangeConfig, MoEConfig, exchange_size
+from fairseq_tutel.config import ExchangeConfig, ExpertConfig, MoEConfig, exchange_size
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,8 @@ def make(config, **options):
 
 
 CHOICES = [
-    (config, field) for config in (MoEConfig, ExchangeConfig) for field in fields(config)
+    (config, field) for config in (MoEConfig, ExchangeConfig, ExpertConfig)
+    for field in fields(config)
     if field.metadata["choices"]
 ]  # fmt: skip
 

@@ -6,20 +6,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .options import at_least, check_options, documented, option
+from .options import NO_FLAG, OptionError, Range, at_least, check_options, documented, option
 from .registry import EXPERTS, Options
+
+_PROBABILITY = Range(0, 1, high_open=True)
 
 
 @documented
 @dataclass(frozen=True)
 class ExpertConfig:
-    """Networks of a layer's experts. Field names are those of ``MoELayer``'s arguments."""
+    """Networks of a layer's experts.
+
+    ``MoELayer(activation="relu")`` is short for
+    ``MoELayer(experts=ExpertConfig(activation="relu"))``.
+    """
 
     expert_network: str = option(
         "ffn",
         "network of an expert; gated ones ignore the model's activation",
         registry=EXPERTS,
         options="expert_options",
+    )
+    activation: str = option(
+        "gelu",
+        "activation of ffn and of the shared expert: gelu, relu, swish, ...",
+        flag=NO_FLAG,
+    )
+    dropout: float = option(0.0, "dropout of the experts' outputs", _PROBABILITY, flag=NO_FLAG)
+    activation_dropout: float = option(
+        0.0, "dropout after the experts' activation", _PROBABILITY, flag=NO_FLAG
+    )
+    expert_storage: str = option(
+        "stacked",
+        "how the weights are held: 'stacked': for training; 'mapped', 'bf16' or 'int8': for "
+        "evaluation, empty until a state dict is loaded",
+        choices=("stacked", "mapped", "bf16", "int8"),
+        flag=NO_FLAG,
     )
     expert_compute: str = option(
         "same",
@@ -57,3 +79,13 @@ class ExpertConfig:
 
     def __post_init__(self):
         check_options(self)
+        if self.expert_storage != "stacked" and self.expert_compute != "same":
+            raise OptionError(
+                f"`expert_compute={self.expert_compute!r}`: "
+                f"`expert_storage={self.expert_storage!r}` has its own"
+            )
+        reads = EXPERTS.get(self.expert_network).uses_activation or self.shared_expert_dim
+        if self.activation != type(self).activation and not reads:
+            raise OptionError(
+                f"`activation={self.activation!r}`: {self.expert_network!r} has its own"
+            )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 SAME = "as in Python"  # the default of option(flag_default=)
+NO_FLAG = "--"  # option(flag=) of what a host states by options of its own
 # by the name of a field's type, because postponed annotations are texts
 _KINDS = {kind.__name__: kind for kind in (int, float, bool, str)}
 
@@ -87,7 +88,7 @@ def option(
         choices: allowed values (default: any).
         registry: ``Registry`` of implementations, one of which the value names.
         options: name of the field that holds the options of that implementation.
-        flag: name on the command line (default: made from the field's name).
+        flag: name on the command line (default: made from the field's name); NO_FLAG: none.
         alias: former flag, still accepted.
         flag_default: default on the command line, if another one. None: as in Python if not given.
         note: end of the help text on the command line.
@@ -254,7 +255,8 @@ _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 def with_flags(text: str, *configs: Any) -> str:
     """Return a text with the options of some dataclasses spelled as on a command line."""
-    flags = {field.name: flag_name(field) for each in configs for field in dataclasses.fields(each)}
+    fields = [field for each in configs for field in dataclasses.fields(each)]
+    flags = {each.name: flag_name(each) for each in fields if each.metadata.get("flag") != NO_FLAG}
 
     def spelled(argument: re.Match) -> str:
         name, value = argument.groups()

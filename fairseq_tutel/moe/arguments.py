@@ -8,44 +8,86 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MoEConfig
+from ..config import ExpertConfig, MoEConfig
 from ..distributed import ExpertParallelGroups, PassState, StepAgreement, StepSettings, build_groups
+from .experts import OwnExperts, is_function
 from .routers import Router
 
 _KEPT = 64  # calls of one model with different options that alternate are fewer
+# options of ExpertConfig that are read beside a user's own experts
+_SHARED = {"shared_expert_dim", "shared_expert_gate"}
+_SHARED_NETWORK = {"activation", "activation_dropout", "dropout"}
 
 
-def routing_config(
-    config: MoEConfig | None,
-    num_experts: int | None,
-    routing: Mapping[str, Any],
-    others: Iterable[str],
-) -> MoEConfig:
-    """Return the routing options, from ``config`` or from single options.
+def by_config(
+    options: Mapping[str, Any], others: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of routing and those of experts; raise TypeError for an unknown one.
 
-    ``others``: names of the layer's other arguments, to correct a misspelt one. Raise TypeError for
-    an unknown option, ValueError without a number of experts or for options beside ``config``.
+    ``others``: names of the layer's other arguments, to correct a misspelt one.
     """
-    options = [field.name for field in dataclasses.fields(MoEConfig)]
-    if "optimizer" in routing:
+    if "optimizer" in options:
         raise TypeError(
-            f"MoELayer takes no optimizer={routing['optimizer']!r}: one optimizer steps the whole "
+            f"MoELayer takes no optimizer={options['optimizer']!r}: one optimizer steps the whole "
             "model. Write\n"
             "    optimizer = torch.optim.AdamW(model.parameters())  # after building the model\n"
             "    optimizer.step()  # after loss.backward()"
         )
-    for name in routing.keys() - set(options):
-        close = difflib.get_close_matches(name, [*options, *others], 1, cutoff=0.5)
+    routing, experts = ({f.name for f in dataclasses.fields(c)} for c in (MoEConfig, ExpertConfig))
+    experts.add("expert_fn")
+    for name in options.keys() - routing - experts:
+        close = difflib.get_close_matches(name, sorted({*routing, *experts, *others}), 1, 0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise TypeError(f"MoELayer has no option {name}={routing[name]!r}{hint}")
+        raise TypeError(f"MoELayer has no option {name}={options[name]!r}{hint}")
+    of_routing = {name: value for name, value in options.items() if name in routing}
+    return of_routing, {name: options[name] for name in options if name in experts}
+
+
+def routing_config(
+    config: MoEConfig | None, num_experts: int | None, options: Mapping[str, Any]
+) -> MoEConfig:
+    """Return the options of routing, from ``config`` or from single options.
+
+    Raise ValueError without a number of experts, and for options beside ``config``.
+    """
     if config is None:
         if num_experts is None:
             raise ValueError("an MoE layer needs num_experts, or a config")
-        return MoEConfig(num_experts=num_experts, **routing)
-    if num_experts not in (None, config.num_experts) or routing:
-        given = {"num_experts": num_experts, **routing}
+        return MoEConfig(num_experts=num_experts, **options)
+    if num_experts not in (None, config.num_experts) or options:
+        given = {"num_experts": num_experts, **options}
         raise ValueError(f"config holds all options of routing; given beside it: {given}")
     return config
+
+
+def expert_config(
+    experts: ExpertConfig | OwnExperts | None,
+    options: dict[str, Any],
+    hidden_dim: int | None,
+) -> tuple[ExpertConfig, OwnExperts | None]:
+    """Return the options of the experts, and the user's modules or function that makes one.
+
+    Raise ValueError for options that nothing reads, and for options beside a config.
+    """
+    function = options.pop("expert_fn", None)
+    if function is not None and experts is not None:
+        raise ValueError("expert_fn and experts both say what the experts are: give one")
+    if function is not None and not is_function(function):
+        raise ValueError(f"expert_fn must be a function that makes an expert, got {function!r}")
+    if isinstance(experts, ExpertConfig):
+        if options:
+            raise ValueError(f"experts= holds all options of experts; given beside it: {options}")
+        return experts, None
+    own = function if experts is None else experts
+    if own is not None:
+        read = _SHARED | (_SHARED_NETWORK if options.get("shared_expert_dim") else set())
+        given = {} if hidden_dim is None else {"hidden_dim": hidden_dim}
+        given |= {name: value for name, value in options.items() if name not in read}
+        if given:
+            argument = "expert_fn" if experts is None else "experts"
+            unread = " and ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"{argument}= says what the experts are, and not {unread}")
+    return ExpertConfig(**options), own
 
 
 def groups_for(num_experts: int, groups: ExpertParallelGroups | None) -> ExpertParallelGroups:
@@ -66,13 +108,6 @@ def own_gate(gate: nn.Module, config: MoEConfig) -> nn.Module:
     if config.load_bias != "none" and not isinstance(gate, Router):
         raise ValueError(f"load_bias={config.load_bias!r} needs a router as gate, not a module")
     return gate
-
-
-def refuse_network_options(argument: str, **given: tuple[Any, Any]) -> None:
-    """Raise ValueError for options of built-in experts; ``given``: value and default by name."""
-    unread = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
-    if unread:
-        raise ValueError(f"{argument}= says what the experts are, and not {' and '.join(unread)}")
 
 
 def refuse_local_drop_of_slices(config: MoEConfig, groups: ExpertParallelGroups) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from .. import distributed, ops
-from ..config import ExchangeConfig, MoEConfig
+from .. import distributed
+from ..config import ExchangeConfig, ExpertConfig, MoEConfig
 from . import arguments
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
@@ -33,7 +33,7 @@ from .update_load import UpdateLoad
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .typed_options import RoutingOptions
+    from .typed_options import LayerOptions
 
 
 class MoELayer(nn.Module):
@@ -53,30 +53,16 @@ class MoELayer(nn.Module):
         model_dim (int): M, width of the tokens (default None: of your experts' first linear layer).
         num_experts (int): E, experts over all ranks (default None: given by ``config``).
         hidden_dim (int): F, hidden dimension of the built-in experts (default None: 4*M).
-        config (MoEConfig): all of ``num_experts`` and ``**routing`` in one (default None).
-        activation (str): of ``ffn`` and shared experts: gelu, relu, swish, ... (default "gelu").
+        config (MoEConfig): all options of routing in one (default None: given singly).
         gate (nn.Module): a :class:`~fairseq_tutel.moe.routers.Router`, or a module that maps
             [T, M] to logits [T, E], under the caller's autocast, which are cast to fp32 (default
             None: the router that ``config.router`` names).
-        expert_fn (function): makes one expert, a module [n, M] -> [n, M] (default None: built-in).
-        experts (list of nn.Module): all experts of this rank (default None: built-in experts).
-        expert_network (str): network of the built-in experts: ``ffn``, or gated, ``swiglu`` or
-            ``geglu``, or a registered name (default "ffn").
-        expert_options (dict): options of that network, such as ``{"bias": True}`` (default None).
+        experts (ExpertConfig, list of nn.Module or function): options of built-in experts, or your
+            own: all modules [n, M] -> [n, M] of this rank, or a function that makes one (default
+            None: built-in, with options given singly).
         groups (ExpertParallelGroups): placement of the experts, from ``distributed.build_groups``
             (default None: spread over all ranks; then the constructor is collective).
-        shared_expert_dim (int): hidden dimension of an expert for all tokens (default 0: none).
-        shared_expert_gate (bool): give it a gate, the sigmoid of a linear map (default False).
-        dropout (float): dropout of the outputs of the built-in experts (default 0).
-        activation_dropout (float): dropout after their activation (default 0).
         seed (int): seed of experts' initial weights (default None: drawn from torch's generator).
-        expert_storage (str): ``stacked`` for training (default); ``mapped``, ``bf16`` or ``int8``
-            for evaluation (:mod:`.experts.inference`), empty until a state dict is loaded.
-        expert_compute (str): ``fp8``: multiply in e4m3 in the forward pass (default "same").
-        activation_memory (str): what the experts keep for the backward pass: ``fast``, everything;
-            ``lean``, half; ``minimal``, only tokens and routing (default "fast"; MEMORY.md).
-        activation_storage (str): format of what ``lean`` keeps: ``same`` as the rows, ``bf16`` or
-            ``fp8`` (default "same").
         exchange (ExchangeConfig or str): how tokens travel between ranks, or an algorithm's name;
             the same on all ranks (default "linear").
         record_exchange_time (bool): measure exchanges, slowly and without overlap (default False).
@@ -84,7 +70,10 @@ class MoELayer(nn.Module):
         compute_aux (bool): compute losses and counts in training even if ``return_aux=False``
             (default True; False is faster).
         layer_index (int): number of the layer in its model; ``local_drop`` reads it (default 0).
-        **routing: fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``.
+        **options: single fields of :class:`~fairseq_tutel.config.MoEConfig`, such as ``top_k``, and
+            of :class:`~fairseq_tutel.config.ExpertConfig`, such as ``activation``,
+            ``expert_network``, ``dropout``, ``shared_expert_dim``, ``activation_memory`` and
+            ``expert_storage``. ``expert_fn`` is ``experts`` as a function.
 
     Raises:
         ValueError: an option is out of range, or two arguments contradict each other.
@@ -98,37 +87,27 @@ class MoELayer(nn.Module):
         hidden_dim: int | None = None,
         *,
         config: MoEConfig | None = None,
-        activation: str = "gelu",
         gate: nn.Module | None = None,
-        expert_fn: Callable[[], nn.Module] | None = None,
-        experts: Sequence[nn.Module] | None = None,
-        expert_network: str = "ffn",
-        expert_options: Mapping[str, Any] | None = None,
+        experts: ExpertConfig | Sequence[nn.Module] | Callable[[], nn.Module] | None = None,
         groups: distributed.ExpertParallelGroups | None = None,
-        shared_expert_dim: int = 0,
-        shared_expert_gate: bool = False,
-        dropout: float = 0.0,
-        activation_dropout: float = 0.0,
         seed: int | None = None,
-        expert_storage: str = "stacked",
-        expert_compute: str = "same",
-        activation_memory: str = "fast",
-        activation_storage: str = "same",
         exchange: ExchangeConfig | str = "linear",
         record_exchange_time: bool = False,
         skip_exchange: bool = False,
         compute_aux: bool = True,
         layer_index: int = 0,
-        **routing: Unpack[RoutingOptions],
+        **options: Unpack[LayerOptions],
     ):
         super().__init__()
-        names = inspect.signature(MoELayer).parameters
-        self.config = arguments.routing_config(config, num_experts, routing, names)
+        *names, _ = inspect.signature(MoELayer).parameters
+        of_routing, of_experts = arguments.by_config(options, names)
+        self.config = arguments.routing_config(config, num_experts, of_routing)
+        network, own = arguments.expert_config(experts, of_experts, hidden_dim)
         self.layer_index, self.compute_aux = layer_index, compute_aux
         self.update_load = UpdateLoad()
         self.requests = Requests()
         self.groups = arguments.groups_for(self.config.num_experts, groups)
-        own, model_dim = with_width(model_dim, experts, expert_fn, self.groups, seed)
+        bank, model_dim = with_width(model_dim, own, self.groups, seed)
         self.model_dim = model_dim
         self._checked_wrapper = (0, 0)
         self._configs = arguments.CallConfigs()
@@ -138,45 +117,16 @@ class MoELayer(nn.Module):
             gate = make_router(model_dim, self.config)
         self.gate = arguments.own_gate(gate, self.config)
         self._gate_routes = isinstance(self.gate, Router)  # still true if the gate is wrapped later
-        if experts is None and expert_fn is None:
-            self.experts: ExpertBank = make_experts(
-                expert_network,
-                self.groups,
-                model_dim,
-                4 * model_dim if hidden_dim is None else hidden_dim,
-                activation=activation,
-                activation_dropout=activation_dropout,
-                dropout=dropout,
-                seed=seed,
-                storage=expert_storage,
-                compute=expert_compute,
-                memory=ops.ActivationMemory(activation_memory, activation_storage),
-                options=expert_options,
-            )
+        if own is None:
+            hidden_dim = 4 * model_dim if hidden_dim is None else hidden_dim
+            dims = model_dim, hidden_dim
+            self.experts: ExpertBank = make_experts(network, self.groups, *dims, seed)
         else:
-            arguments.refuse_network_options(
-                "expert_fn" if experts is None else "experts",
-                hidden_dim=(hidden_dim, None),
-                expert_options=(expert_options, None),
-                expert_network=(expert_network, "ffn"),
-                expert_storage=(expert_storage, "stacked"),
-                expert_compute=(expert_compute, "same"),
-                activation_memory=(activation_memory, "fast"),
-                activation_storage=(activation_storage, "same"),
-            )
-            self.experts = own or own_experts(experts, expert_fn, self.groups, seed)
+            self.experts = bank or own_experts(own, self.groups, seed)
         self.exchange_choice.refuse_own_experts(self.experts)
         self.exchange_choice.refuse_capacity(self.config)
         arguments.refuse_local_drop_of_slices(self.config, self.groups)
-        if activation != "gelu" and not (self.experts.uses_activation or shared_expert_dim):
-            raise ValueError(f"activation={activation!r}: {expert_network!r} has its own")
-        if shared_expert_gate and not shared_expert_dim:
-            raise ValueError("shared_expert_gate=True needs a shared_expert_dim > 0")
-        dropouts = activation_dropout, dropout
-        self.shared_expert: SharedExpert | None = None
-        if shared_expert_dim:
-            dims = model_dim, shared_expert_dim
-            self.shared_expert = SharedExpert(*dims, activation, dropouts, shared_expert_gate)
+        self.shared_expert = SharedExpert(model_dim, network) if network.shared_expert_dim else None
         distributed.expect_reduction(self, self.groups)
 
     def __setstate__(self, state):

@@ -1,6 +1,6 @@
 """Types of keyword arguments, for editors and type checkers; nothing reads them at run time.
 
-``tests/moe/test_typed_options.py`` compares them with MoEConfig and MoELayer, which explain them.
+``tests/moe/test_typed_options.py`` compares them with the configs and MoELayer, which explain them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ..config import ExchangeConfig, MoEConfig, Options
+    from ..config import ExchangeConfig, ExpertConfig, MoEConfig, Options
 
 
 class RoutingOptions(TypedDict, total=False):
@@ -56,25 +56,34 @@ class RoutingOptions(TypedDict, total=False):
     router_options: Options | Mapping[str, Any] | None
 
 
-class LayerOptions(RoutingOptions, total=False):
-    """Arguments of :class:`~fairseq_tutel.moe.MoELayer` that ``replace_ffn`` passes to it."""
+class ExpertOptions(TypedDict, total=False):
+    """Fields of :class:`~fairseq_tutel.config.ExpertConfig`, and ``experts`` as a function."""
 
-    hidden_dim: int | None
-    config: MoEConfig | None
-    activation: str
-    gate: nn.Module | None
-    expert_fn: Callable[[], nn.Module] | None
-    experts: Sequence[nn.Module] | None
     expert_network: str
-    expert_options: Mapping[str, Any] | None
-    shared_expert_dim: int
-    shared_expert_gate: bool
+    activation: str
     dropout: float
     activation_dropout: float
     expert_storage: str
     expert_compute: str
     activation_memory: str
     activation_storage: str
+    shared_expert_dim: int
+    shared_expert_gate: bool
+    expert_options: Options | Mapping[str, Any] | None
+    expert_fn: Callable[[], nn.Module] | None
+
+
+class LayerOptions(RoutingOptions, ExpertOptions, total=False):
+    """Single options of :class:`~fairseq_tutel.moe.MoELayer`."""
+
+
+class BlockOptions(LayerOptions, total=False):
+    """Arguments of :class:`~fairseq_tutel.moe.MoELayer` that ``replace_ffn`` passes to it."""
+
+    hidden_dim: int | None
+    config: MoEConfig | None
+    gate: nn.Module | None
+    experts: ExpertConfig | Sequence[nn.Module] | Callable[[], nn.Module] | None
     exchange: ExchangeConfig | str
     record_exchange_time: bool
     skip_exchange: bool

@@ -130,10 +130,10 @@ def test_checkpointed_layer_and_frozen_parts():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"activation_memory": "least"}, "'least' is none of fast, lean, minimal"),
+        ({"activation_memory": "least"}, "'least' is unknown; choose one of fast, lean, minimal"),
         ({"activation_storage": "fp8"}, "'fp8' is for activation_memory='lean', not 'fast'"),
         ({"activation_memory": "minimal", "activation_storage": "bf16"}, "not 'minimal'"),
-        ({"activation_memory": "lean", "activation_storage": "int8"}, "none of same, bf16, fp8"),
+        ({"activation_memory": "lean", "activation_storage": "int8"}, "one of same, bf16, fp8"),
         (
             {
                 "activation_memory": "lean",

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fairseq_tutel.config import ExpertConfig
 from fairseq_tutel.distributed import ExpertParallelGroups, is_expert
 from fairseq_tutel.moe import MoEConfig, MoELayer
 from fairseq_tutel.training import collect_aux
@@ -197,6 +198,27 @@ def test_a_function_makes_each_expert():
     torch.testing.assert_close(layer(x), torch.stack(want))
 
 
+@pytest.mark.parametrize(
+    ("experts", "short"),
+    [
+        (ExpertConfig(), {}),
+        (
+            ExpertConfig(expert_network="swiglu", expert_options={"bias": True}, dropout=0.1),
+            {"expert_network": "swiglu", "expert_options": {"bias": True}, "dropout": 0.1},
+        ),
+        (ExpertConfig(shared_expert_dim=4, activation="relu"),
+         {"shared_expert_dim": 4, "activation": "relu"}),
+        (network, {"expert_fn": network}),
+    ],
+)  # fmt: skip
+def test_experts_in_one_argument_are_those_of_the_short_forms(experts, short):
+    found, wanted = MoELayer(M, E, seed=5, experts=experts), MoELayer(M, E, seed=5, **short)
+    assert repr(found) == repr(wanted)
+    assert found.state_dict().keys() == wanted.state_dict().keys()
+    shared = MoELayer(M, E, experts=network, shared_expert_dim=3, activation="relu", dropout=0.5)
+    assert (shared.shared_expert.activation, shared.shared_expert.dropouts) == ("relu", (0.0, 0.5))
+
+
 ONE = network()
 
 
@@ -208,16 +230,24 @@ ONE = network()
         ({"expert_fn": network, "hidden_dim": 8}, "and not hidden_dim=8"),
         ({"expert_fn": network, "expert_network": "geglu"}, "and not expert_network='geglu'"),
         ({"expert_network": "geglu", "activation": "relu"}, "activation='relu'.*'geglu' has its"),
-        ({"expert_fn": lambda: None}, "expert_fn must make modules, but made None"),
+        ({"expert_fn": lambda: None}, "function of experts must make modules, but made None"),
         ({"expert_fn": lambda: ONE}, "the same module twice"),
         ({"expert_fn": network, "experts": [ONE] * E}, "expert_fn and experts both"),
         ({"experts": [nn.Identity()] * E, "hidden_dim": 8}, "experts= .* and not hidden_dim=8"),
         ({"experts": [nn.Identity()] * 3}, "3 expert modules given.*holds 4 of 4"),
-        ({"experts": nn.Linear}, "experts must be a list of modules"),
+        ({"experts": ONE[0]}, "experts must be a list of modules, got Linear"),
+        ({"experts": lambda: ONE}, "the same module twice"),
+        # given, and not only different from the default
+        ({"expert_fn": network, "expert_network": "ffn"}, "and not expert_network='ffn'"),
+        ({"experts": network, "dropout": 0.0}, "experts= says .* not dropout=0.0"),
+        ({"experts": network, "activation": "relu"}, "experts= says .* not activation='relu'"),
+        ({"experts": ExpertConfig(), "activation": "gelu"}, "beside it: {'activation': 'gelu'}"),
+        ({"experts": ExpertConfig(), "expert_fn": network}, "expert_fn and experts both"),
         ({"gate": "cosine"}, "gate must be a module, got 'cosine'; router='cosine'"),
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
         ({"groups": ExpertParallelGroups(8)}, "groups were built for 8 experts, the layer has 4"),
         ({"hidden_dim": 0}, "hidden_dim=0"),
+        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
         ({"activation": "softplus"}, "unknown activation 'softplus'"),
         ({"shared_expert_dim": -1}, "shared_expert_dim=-1"),
         ({"shared_expert_gate": True}, "needs a shared_expert_dim > 0"),
@@ -242,7 +272,10 @@ def test_experts_of_a_wrong_width_are_named(sizes, factor):
         layer(torch.randn(9, M))
 
 
-MEANT = {"capacity": "capacity_factor", "hiden_dim": "hidden_dim", "topk": "top_k", "xyzzy": None}
+MEANT = {
+    "capacity": "capacity_factor", "hiden_dim": "hidden_dim", "topk": "top_k", "xyzzy": None,
+    "activation_mem": "activation_memory", "expert_func": "expert_fn",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "meant"), MEANT.items())

@@ -1,23 +1,35 @@
-"""Keyword arguments as editors see them: the fields of MoEConfig, the arguments of MoELayer."""
+"""Keyword arguments as editors see them: the fields of configs, the arguments of MoELayer."""
 
 import dataclasses
 import inspect
 
-from fairseq_tutel.config import MoEConfig
+from fairseq_tutel.config import ExpertConfig, MoEConfig
 from fairseq_tutel.moe import MoELayer, replace_ffn
-from fairseq_tutel.moe.typed_options import LayerOptions, RoutingOptions
+from fairseq_tutel.moe.typed_options import (
+    BlockOptions,
+    ExpertOptions,
+    LayerOptions,
+    RoutingOptions,
+)
 
 
 def types_of(options):
     return {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
 
 
-def test_options_of_routing_are_the_fields_of_the_config():
-    fields = {field.name: field.type for field in dataclasses.fields(MoEConfig)}
-    assert fields.pop("num_experts") == "int"
-    assert types_of(RoutingOptions) == fields
-    routing = inspect.signature(MoELayer).parameters["routing"]
-    assert routing.annotation == "Unpack[RoutingOptions]"
+def fields_of(config):
+    return {field.name: field.type for field in dataclasses.fields(config)}
+
+
+def test_single_options_are_the_fields_of_the_configs():
+    routing, experts = fields_of(MoEConfig), fields_of(ExpertConfig)
+    assert routing.pop("num_experts") == "int"
+    assert types_of(RoutingOptions) == routing
+    *_, function, _ = inspect.signature(MoELayer).parameters["experts"].annotation.split(" | ")
+    assert types_of(ExpertOptions) == {**experts, "expert_fn": f"{function} | None"}
+    assert types_of(LayerOptions) == {**types_of(RoutingOptions), **types_of(ExpertOptions)}
+    options = inspect.signature(MoELayer).parameters["options"]
+    assert options.annotation == "Unpack[LayerOptions]"
 
 
 def test_options_of_a_replaced_block_are_the_arguments_of_the_layer():
@@ -27,8 +39,8 @@ def test_options_of_a_replaced_block_are_the_arguments_of_the_layer():
         if each.kind is not each.VAR_KEYWORD
     }
     own = inspect.signature(replace_ffn).parameters
-    assert own["moe"].annotation == "Unpack[LayerOptions]"
+    assert own["moe"].annotation == "Unpack[BlockOptions]"
     for name in ("model_dim", "num_experts", "groups", "seed"):
         assert name == "model_dim" or name in own
         del arguments[name]
-    assert types_of(LayerOptions) == {**arguments, **types_of(RoutingOptions)}
+    assert types_of(BlockOptions) == {**arguments, **types_of(LayerOptions)}

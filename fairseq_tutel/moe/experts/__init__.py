@@ -4,19 +4,18 @@ One file each; see base.py.
 """
 
 import contextlib
-from typing import Any
 
 import torch
 
 from ... import ops
-from ...config import EXPERTS, Options, option
+from ...config import EXPERTS, ExpertConfig, Options, option
 from ...distributed import ExpertParallelGroups
 from .base import ExpertBank, ExpertRows, PreparedExperts
 from .ffn import Experts, SharedExpert
 from .gated import GeGLUExperts, SwiGLUExperts
 from .inference import STORAGES, InferenceExperts, hold_experts
 from .lora import LORA_STORAGES, LoRAExperts
-from .modules import ExpertList, own_experts, with_width
+from .modules import ExpertList, OwnExperts, is_function, own_experts, with_width
 from .network import is_fused
 from .plain import ClampedSwiGLUExperts, PlainExperts
 from .stacked import Stacked, StackedExperts
@@ -25,38 +24,36 @@ register_experts = EXPERTS.register
 
 
 def make_experts(
-    network: str,
+    config: ExpertConfig,
     groups: ExpertParallelGroups,
     model_dim: int,
     hidden_dim: int,
-    storage: str = "stacked",
-    options: Any = None,
-    compute: str = "same",
-    memory: ops.ActivationMemory | None = None,
-    **given: Any,
+    seed: int | None,
 ) -> ExpertBank:
-    """Return the bank of a rank's experts, whose ``network`` is a name in the registry.
+    """Return the bank of a rank's built-in experts.
 
-    Every ``storage`` but "stacked" takes no memory until a state dict is loaded. ``given`` are
-    other arguments of :class:`StackedExperts`.
+    Each storage but "stacked" takes no memory until a state dict is loaded.
     """
-    with torch.device("meta") if storage != "stacked" else contextlib.nullcontext():
-        bank = EXPERTS.get(network)(
+    held = config.expert_storage != "stacked"
+    with torch.device("meta") if held else contextlib.nullcontext():
+        bank = EXPERTS.get(config.expert_network)(
             groups.local_experts,
             model_dim,
             hidden_dim,
-            options=EXPERTS.options(network, options),
+            activation=config.activation,
+            activation_dropout=config.activation_dropout,
+            dropout=config.dropout,
+            seed=seed,
+            options=config.expert_options,
             # a simulated rank's experts are not compared with any other's
             draw_on_cpu=not groups.simulated,
             hidden_slice=(groups.slice_index, groups.num_slices),
             num_holders=groups.num_replicas,
-            **given,
         )
-    if storage != "stacked":
-        if compute != "same":
-            raise ValueError(f"expert_compute={compute!r}: expert_storage={storage!r} has its own")
-        return hold_experts(bank, storage)
-    bank.set_up(compute, memory or ops.ActivationMemory())
+    if held:
+        return hold_experts(bank, config.expert_storage)
+    memory = ops.ActivationMemory(config.activation_memory, config.activation_storage)
+    bank.set_up(config.expert_compute, memory)
     return bank
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from ... import ops
-from ...config import EXPERTS
+from ...config import EXPERTS, ExpertConfig
 from ..torch_modes import call_in
 from .network import FusedNetwork
 from .stacked import StackedExperts, ffn_layout
@@ -92,23 +92,15 @@ class SharedExpert(nn.Module):
     gated, ``sigmoid(gate(x))``, a number per token, multiplies the output.
     """
 
-    def __init__(
-        self,
-        model_dim: int,
-        hidden_dim: int,
-        activation: str,
-        dropouts: tuple[float, float],
-        gated: bool = False,
-    ):
+    def __init__(self, model_dim: int, config: ExpertConfig):
         super().__init__()
-        if not isinstance(hidden_dim, int) or hidden_dim < 1:
-            raise ValueError(f"shared_expert_dim={hidden_dim!r} must be a whole number, 0 for none")
-        self.activation, self.dropouts = activation, dropouts
+        self.activation = config.activation
+        self.dropouts = config.activation_dropout, config.dropout
         for p in self.dropouts:
-            ops.check_activation(activation, p)
-        self.fc1 = nn.Linear(model_dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, model_dim)
-        self.gate = nn.Linear(model_dim, 1, bias=False) if gated else None
+            ops.check_activation(self.activation, p)
+        self.fc1 = nn.Linear(model_dim, config.shared_expert_dim)
+        self.fc2 = nn.Linear(config.shared_expert_dim, model_dim)
+        self.gate = nn.Linear(model_dim, 1, bias=False) if config.shared_expert_gate else None
 
     @property
     def hidden_dim(self) -> int:

@@ -1,7 +1,8 @@
 """Experts that are the user's own modules."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,19 +45,18 @@ class ExpertList(nn.ModuleList, ExpertBank):
         return found
 
 
-def own_experts(
-    experts: Sequence[nn.Module] | None,
-    expert_fn: Callable[[], nn.Module] | None,
-    groups: ExpertParallelGroups,
-    seed: int | None,
-) -> ExpertList:
-    """Return the bank of the user's experts: the given modules, or results of ``expert_fn``."""
-    if experts is not None and expert_fn is not None:
-        raise ValueError("expert_fn and experts both say what the experts are: give one")
-    if experts is expert_fn is None:
-        raise TypeError("an MoE layer needs model_dim, or expert_fn= or experts= that say it")
-    if experts is None:
-        experts = _make_each(expert_fn, groups, seed)
+# modules, or a function that makes one
+OwnExperts = Sequence[nn.Module] | Callable[[], nn.Module]
+
+
+def is_function(given: Any) -> bool:
+    """Return whether this makes experts, and is none."""
+    return callable(given) and not isinstance(given, nn.Module)
+
+
+def own_experts(given: OwnExperts, groups: ExpertParallelGroups, seed: int | None) -> ExpertList:
+    """Return the bank of the user's experts: the given modules, or results of a function."""
+    experts: Any = _make_each(given, groups, seed) if is_function(given) else given
     if not isinstance(experts, Sequence | nn.ModuleList):
         raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
     if len(experts) != groups.num_local_experts:
@@ -68,10 +68,10 @@ def own_experts(
             f"experts={type(experts[0]).__name__}: modules of one's own cannot be cut into the "
             f"{groups.num_slices} slices of placement='sliced'; use placement='replicated'"
         )
-    return ExpertList(experts)
+    return ExpertList([*experts])
 
 
-def _refuse_shared(experts: Sequence[nn.Module], groups: ExpertParallelGroups) -> None:
+def _refuse_shared(experts: Iterable[nn.Module], groups: ExpertParallelGroups) -> None:
     """Raise ValueError for a parameter of several experts: each rank would train its own copy."""
     owners: dict[nn.Parameter, int] = {}
     for number, expert in enumerate(experts if groups.communicates else ()):
@@ -86,7 +86,7 @@ def _refuse_shared(experts: Sequence[nn.Module], groups: ExpertParallelGroups) -
 
 
 def with_width(
-    model_dim: int | None, experts, expert_fn, groups: ExpertParallelGroups, seed: int | None
+    model_dim: int | None, given: OwnExperts | None, groups: ExpertParallelGroups, seed: int | None
 ) -> tuple[ExpertList | None, int]:
     """Return the own experts if they had to be made to find M (else None), and M.
 
@@ -94,7 +94,9 @@ def with_width(
     """
     if model_dim is not None:
         return None, model_dim
-    own = own_experts(experts, expert_fn, groups, seed)
+    if given is None:
+        raise TypeError("an MoE layer needs model_dim, or expert_fn= or experts= that say it")
+    own = own_experts(given, groups, seed)
     for module in own[0].modules():
         if isinstance(module, nn.Linear) and module.in_features:
             return own, module.in_features
@@ -102,10 +104,8 @@ def with_width(
     raise ValueError(f"{name} has no linear layer that says the width: give model_dim=")
 
 
-def _make_each(expert_fn, groups, seed) -> list[nn.Module]:
-    """Call ``expert_fn`` for each local expert, seeded by ``seed`` and the global index."""
-    if not callable(expert_fn) or isinstance(expert_fn, nn.Module):
-        raise ValueError(f"expert_fn must be a function that makes an expert, got {expert_fn!r}")
+def _make_each(function, groups, seed) -> list[nn.Module]:
+    """Call ``function`` for each local expert, seeded by ``seed`` and the global index."""
     if seed is None:
         seed = int(torch.randint(2**31, (), device="cpu"))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -113,9 +113,9 @@ def _make_each(expert_fn, groups, seed) -> list[nn.Module]:
     with torch.random.fork_rng(devices):
         for index in groups.local_experts:
             torch.manual_seed(seed + index)
-            experts.append(expert_fn())
+            experts.append(function())
     if not all(isinstance(expert, nn.Module) for expert in experts):
-        raise ValueError(f"expert_fn must make modules, but made {experts[0]!r}")
+        raise ValueError(f"the function of experts must make modules, but made {experts[0]!r}")
     if len(set(map(id, experts))) < len(experts):
-        raise ValueError("expert_fn made the same module twice: each expert has its own weights")
+        raise ValueError("the function of experts made the same module twice: make a new one")
     return experts

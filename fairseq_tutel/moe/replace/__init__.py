@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...config import ExpertConfig
 from ...distributed import ExpertParallelGroups, build_groups, experts_of_ffn
 from ..experts import StackedExperts
 from ..layer import MoELayer
@@ -29,10 +30,11 @@ from .recognize import Network, recognize
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..typed_options import LayerOptions
+    from ..typed_options import BlockOptions
 
+_EXPERTS = ("experts", "expert_fn")
 # Arguments of MoELayer that the block decides unless the caller gives them.
-_NETWORK = ("hidden_dim", "activation", "expert_network", "expert_options")
+_NETWORK = ("hidden_dim", "activation", "expert_network", "expert_options", *_EXPERTS)
 
 
 def replace_ffn(
@@ -43,7 +45,7 @@ def replace_ffn(
     copy_weights: bool = False,
     groups: ExpertParallelGroups | None = None,
     seed: int | None = None,
-    **moe: Unpack[LayerOptions],
+    **moe: Unpack[BlockOptions],
 ) -> dict[str, nn.Module]:
     """Replace feed-forward blocks of a model by MoE layers, in place.
 
@@ -70,10 +72,10 @@ def replace_ffn(
         groups (ExpertParallelGroups): placement of the experts (default: all ranks; collective).
         seed (int): seed of new weights (default: drawn from torch's generator).
         **moe: further arguments of :class:`MoELayer`, such as ``top_k`` and ``capacity_factor``
-            (default: MoELayer's). ``hidden_dim``, ``activation``, ``expert_network`` and
-            ``expert_options`` (default: the block's) make the experts another network; they are
-            refused with ``copy_weights``. So are ``dropout`` and ``activation_dropout`` (default:
-            the block's) for experts that are copies.
+            (default: MoELayer's). ``hidden_dim``, ``activation``, ``expert_network``,
+            ``expert_options`` (default: the block's), ``experts`` and ``expert_fn`` make the
+            experts another network; they are refused with ``copy_weights``. So are ``dropout`` and
+            ``activation_dropout`` (default: the block's) for experts that are copies.
 
     Returns:
         dict: name of each MoE layer -> the module that was there.
@@ -128,8 +130,12 @@ def _make_layer(
         check_copies(name, probe, x)
         layer = MoELayer(x.shape[-1], expert_fn=_copier(block, copy_weights), **common, **moe)
     else:
-        options = {**network.options, **moe} if network else moe
-        layer = MoELayer(x.shape[-1], **common, **options)
+        options = network.options if network else {}
+        if any(each in moe for each in _EXPERTS):
+            options = {}
+            if network and isinstance(moe.get("experts"), ExpertConfig):
+                options = {"hidden_dim": network.options["hidden_dim"]}
+        layer = MoELayer(x.shape[-1], **common, **{**options, **moe})
     if network is not None and copy_weights:
         _load(layer, network)
     first = next(block.parameters())

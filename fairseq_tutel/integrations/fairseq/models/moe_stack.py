@@ -1,5 +1,6 @@
 """Parts that the fairseq models with MoE layers share: layers, tuner, agreement, reports."""
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -55,18 +56,19 @@ class LayerFactory:
         run, experts = self._run, self._run.experts
         # gated experts ignore the activation of the model's other layers
         reads = EXPERTS.get(experts.expert_network).uses_activation or experts.shared_expert_dim
+        of_model: dict[str, Any] = {"activation": str(cfg.activation_fn)} if reads else {}
+        if not run.args.moe_lora_rank:
+            # LoRA takes over the experts of the whole model and holds them by itself
+            of_model["expert_storage"] = run.storage
+        # some forks have no relu_dropout, the older name
+        inside = cfg.activation_dropout or getattr(cfg, "relu_dropout", None) or 0.0
+        of_model |= {"dropout": cfg.dropout, "activation_dropout": inside}
         return MoELayer(
             side.embed_dim,
             hidden_dim=run.args.moe_expert_ffn_dim or side.ffn_embed_dim,
             config=run.routing,
-            activation=str(cfg.activation_fn) if reads else "gelu",
+            experts=dataclasses.replace(experts, **of_model),
             groups=self.groups,
-            **vars(experts),
-            dropout=cfg.dropout,
-            # some forks have no relu_dropout, the older name
-            activation_dropout=cfg.activation_dropout or getattr(cfg, "relu_dropout", None) or 0.0,
-            # LoRA takes over the experts of the whole model and holds them by itself
-            expert_storage="stacked" if run.args.moe_lora_rank else run.storage,
             exchange=run.exchange,
             record_exchange_time=run.args.record_a2a_perf_stats,
             skip_exchange=run.args.dummy_a2a,

@@ -13,7 +13,7 @@ from typing import Any, Optional
 from fairseq.dataclass import ChoiceEnum
 
 from ....config import ExchangeConfig, ExpertConfig, MoEConfig
-from ....config.options import SAME, alias_name, as_flag, flag_name, with_flags
+from ....config.options import NO_FLAG, SAME, alias_name, as_flag, flag_name, with_flags
 from ....moe import experts, routers  # noqa: F401  they register what the flags choose from
 
 AUTO = "'auto': tried and measured while training"
@@ -24,7 +24,8 @@ CONFIGS = {ExchangeConfig: "communication", MoEConfig: "routing", ExpertConfig: 
 def _given(config: Any) -> list[dataclasses.Field]:
     """Return the fields with a default, which a command line can set: no sizes, no objects."""
     without = (None, dataclasses.MISSING)
-    return [field for field in dataclasses.fields(config) if field.default not in without]
+    fields = [each for each in dataclasses.fields(config) if each.default not in without]
+    return [each for each in fields if each.metadata["flag"] != NO_FLAG]
 
 
 # (field, group of its option) of all frozen configs
