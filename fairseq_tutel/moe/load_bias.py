@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..backends._torch_private import version_of
 from .overflow import bin_counts
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class UpdateWatch:
 
     def look(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         """Compare versions; called in every forward pass of training, with a router's weight."""
-        now = (weight._version, bias._version)
+        now = version_of(weight), version_of(bias)
         (weight_before, bias_before), self._before = self._before or now, now
         if self._steps == _STEPS_UNTIL_WARNING or weight_before == now[0]:
             return

@@ -3,6 +3,7 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..backends._torch_private import inside_compiled
 from ..distributed import process_world
 from .layer import MoELayer
 
@@ -12,7 +13,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inside := inside_compiled(model)) is not None:
             model = inside
         else:
             return model

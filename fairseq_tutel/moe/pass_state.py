@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 
+from ..backends._torch_private import checkpoints
 from ..distributed import PassState
 from ..distributed.exchanges import LocalCopy
 from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, is_fused
-from .torch_modes import checkpoints, is_observed
+from .torch_modes import is_observed
 
 
 def pass_state(

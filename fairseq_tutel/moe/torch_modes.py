@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+from ..backends._torch_private import hooks_everywhere, hooks_of
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -36,29 +36,13 @@ def outside_checkpoints() -> AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
-def checkpoints() -> bool:
-    """Return whether activation checkpointing will run this code again in the backward pass.
-
-    False with ``use_reentrant=True``, which disables gradients instead, and if an old torch cannot
-    tell. torch has no public form.
-    """
-    top = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-def hooks_of(module: nn.Module) -> list[dict]:
-    """Return the module's hooks on calls, by kind: forward, forward pre, backward, backward pre."""
-    return [getattr(module, f"_{kind}") for kind in _HOOKS]
-
-
 def is_observed(module: nn.Module) -> bool:
     """Return whether somebody hooks the module's calls or replaces its ``forward``.
 
     Profilers and fairseq's NaN detector add hooks; fairseq's checkpoint_wrapper sets ``forward``.
     """
-    everywhere = (getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS)
-    return "forward" in vars(module) or any(hooks_of(module)) or any(everywhere)
+    hooks = *hooks_of(module), *hooks_everywhere()
+    return "forward" in vars(module) or any(hooks)
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

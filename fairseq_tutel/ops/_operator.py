@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
+from ..backends._torch_private import make_is_unwatched
 from ._flops import count_flops
 
 HOW_TO_OFFLOAD = (
@@ -91,47 +92,15 @@ class Operator:
             )
 
 
-def _key_set(*names: str) -> int:
-    keys = torch._C.DispatchKeySet.from_raw_repr(0)
-    for name in names:
-        keys = keys.add(getattr(torch._C.DispatchKey, name))
-    return keys.raw_repr()
+_is_unwatched = make_is_unwatched()
 
 
-def _make_is_plain_eager() -> Callable[[tuple, Sequence[Tensor]], bool]:
-    """Return :func:`is_plain_eager`.
-
-    torch has no public form of these questions. If a torch lacks one of the private names, no call
-    counts as plain eager mode.
-    """
-    try:
-        # The dispatch keys of a thread and of a tensor say whose code torch's dispatcher runs: that
-        # of a backend and autograd alone, or also that of modes, tracers, transforms, subclasses.
-        keys_of_thread, keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
-        thread_keys, tensor_keys = {_key_set("BackendSelect")}, set()  # in inference mode
-        thread_keys.add(_key_set("BackendSelect", "ADInplaceOrView"))
-        for kind in ("CPU", "CUDA"):
-            tensor_keys.add(_key_set(kind, f"Autocast{kind}"))  # in inference mode
-            usual = f"Autocast{kind}", f"Autograd{kind}", "ADInplaceOrView"
-            tensor_keys.add(_key_set(kind, *usual))
-        # no key shows profilers, which record registered operators, nor forward-mode derivatives
-        is_profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
-        forward_ad._current_level  # noqa: B018
-    except AttributeError:
-        return lambda args, tensors: False
-
-    def is_plain_eager(args: tuple, tensors: Sequence[Tensor]) -> bool:
-        """Return whether nothing but a backend and autograd sees a call with these arguments."""
-        if is_profiled() or forward_ad._current_level >= 0 or has_torch_function(args):
-            return False
-        if keys_of_thread().raw_repr() not in thread_keys:
-            return False
-        return tensor_keys.issuperset([keys_of(tensor).raw_repr() for tensor in tensors])
-
-    return is_plain_eager
-
-
-is_plain_eager = _make_is_plain_eager()
+def is_plain_eager(args: tuple, tensors: Sequence[Tensor]) -> bool:
+    """Return whether nothing but a backend and autograd sees a call with these arguments."""
+    if has_torch_function(args) or not _is_unwatched(tensors):
+        return False
+    # outside of forward mode, which has no dispatch key, it returns the tensor itself
+    return not tensors or forward_ad.unpack_dual(tensors[0]).primal is tensors[0]
 
 
 def operator(

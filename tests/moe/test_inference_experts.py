@@ -96,12 +96,8 @@ def test_int8_rows_are_the_same_bits_alone_and_together(activation):
     w1, w2 = (torch.randint(-127, 128, shape, dtype=torch.int8)
               for shape in ((width, DIM), (DIM, hidden_dim)))  # fmt: skip
     s1, s2 = (torch.rand(n).div(64).bfloat16() for n in (width, DIM))
-    parts = Int8(w1, s1), torch.randn(width), Int8(w2, s2), torch.randn(DIM)
-    names = "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"
-    held = {
-        name: Int8(part.value[None], part.scale[None]) if isinstance(part, Int8) else part[None]
-        for name, part in zip(names, parts, strict=True)
-    }
+    held = {"fc1_weight": Int8(w1[None], s1[None]), "fc2_weight": Int8(w2[None], s2[None])}
+    held |= {"fc1_bias": torch.randn(width), "fc2_bias": torch.randn(DIM)}
     together = expert_ffn_int8(rows, held, activation)
     alone = [expert_ffn_int8(row[None], held, activation) for row in rows]
     assert torch.equal(together, torch.cat(alone))

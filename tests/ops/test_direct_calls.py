@@ -8,6 +8,7 @@ from helpers.inputs import random_rows
 from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel import ops
+from fairseq_tutel.backends import _torch_private
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.routing import RouterCall
 from fairseq_tutel.ops import _operator
@@ -189,4 +190,4 @@ def test_the_router_adds_to_the_tokens_gradient_unless_a_hook_may_keep_it(hooked
 
 def test_a_torch_that_cannot_tell_gets_registered_operators(monkeypatch):
     monkeypatch.delattr(torch._C, "_dispatch_keys")
-    assert not _operator._make_is_plain_eager()((), [])
+    assert not _torch_private.make_is_unwatched()([])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...backends._torch_private import RefusesFiles
 from .groups import ExpertParallelGroups
 
 HELD = "experts_held"
@@ -19,31 +20,19 @@ _INSTEAD = (
 )
 
 
-class _Held(torch.Tensor):
-    """Mark that refuses files in which one rank's experts would stand for all.
+class _Held(RefusesFiles):
+    """Mark that refuses files in which one rank's experts would stand for all."""
 
-    torch.save stores it as a plain tensor, for files of one rank. Hosts write one file for all
-    ranks with torch.distributed.checkpoint, which calls ``__create_write_items__``, or safetensors,
-    which calls ``data_ptr``. Both raise ValueError.
-    """
-
-    def data_ptr(self):
-        raise ValueError(
-            "if rank 0 saves for all (safetensors, save_pretrained, save_state), the file holds "
-            f"only {_text(self.tolist())}: {_INSTEAD}"
-        )
-
-    def __create_write_items__(self, name: str, value: Any):
-        raise ValueError(
+    def refusal(self, name: str | None) -> str:
+        if name is None:
+            return (
+                "if rank 0 saves for all (safetensors, save_pretrained, save_state), the file "
+                f"holds only {_text(self.tolist())}: {_INSTEAD}"
+            )
+        return (
             f"torch.distributed.checkpoint takes the different experts that ranks hold under one "
             f"name for one tensor ({name} names them): {_INSTEAD}"
         )
-
-    def __deepcopy__(self, memo):
-        return self.clone()
-
-    def __reduce_ex__(self, protocol):
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def held_experts(groups: ExpertParallelGroups) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...backends._torch_private import scaler_of_parts
 from ..world import data_device
 from .groups import ExpertParallelGroups
 from .slices import slice_dim
@@ -75,32 +76,11 @@ def sharded_grad_scaler(device: str, **options) -> torch.amp.GradScaler:
     """Return torch's GradScaler that sums its overflow flags over all ranks, also without FSDP.
 
     It unscales the local parts of DTensors, because no operator mixes DTensors and plain tensors.
-    A fused optimizer reads the flag itself, so the flag keeps torch's shape and the values 0 and 1.
     """
-    from torch.amp.grad_scaler import OptState
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    class Scaler(ShardedGradScaler):
-        def unscale_(self, optimizer):
-            super().unscale_(optimizer)
-            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                flag.clamp_(max=1.0)  # a sum over ranks
-
-        def step(self, optimizer, *args, **kwargs):
-            state = self._per_optimizer_states[id(optimizer)]
-            if self._enabled and state["stage"] is OptState.READY:
-                self.unscale_(optimizer)  # otherwise a fused optimizer reads this rank's flag only
-            return super().step(optimizer, *args, **kwargs)
-
-        def _unscale_grads_(self, optimizer, inv_scale, found_inf, *rest):
-            groups = [
-                {"params": [_with_local_grad(param) for param in group["params"]]}
-                for group in optimizer.param_groups
-            ]
-            local: Any = SimpleNamespace(param_groups=groups)
-            return super()._unscale_grads_(local, inv_scale, found_inf.squeeze(), *rest)
-
-    return Scaler(device, process_group=dist.group.WORLD, **options)
+    kind = scaler_of_parts(ShardedGradScaler, _with_local_grad)
+    return kind(device, process_group=dist.group.WORLD, **options)
 
 
 def _with_local_grad(param):

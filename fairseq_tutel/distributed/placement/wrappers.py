@@ -1,14 +1,13 @@
 """Refuse data parallelism that does not fit experts, and models that nobody prepared for it."""
 
 import functools
-import sys
 import weakref
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...backends._torch_private import active_ddp, fully_sharded
 from .expert_params import is_expert
 from .groups import ExpertParallelGroups
 
@@ -65,8 +64,7 @@ def refuse_plain_wrapper(
     for several. Return what was checked, for the next pass, which then only looks for changes.
     """
     mine = next(experts.parameters(), None)
-    # Wrappers leave no public trace for the modules inside. Without these names nothing is checked.
-    active: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    active = active_ddp()
     found = (checked[0] if active is None else id(active), id(mine))
     if mine is None or found == checked:
         return found
@@ -76,8 +74,7 @@ def refuse_plain_wrapper(
                 _refuse("DistributedDataParallel", name)
     if is_expert(mine):  # fully_shard replaces the parameters that it shards by unmarked ones
         return found
-    states = sys.modules.get("torch.distributed._composable_state")
-    for root in list(getattr(states, "_module_state_mapping", None) or {}):
+    for root in fully_sharded():
         for name, param in root.named_parameters():
             if param is mine:
                 how = ", and give fully_shard ignored_params=set(expert_parameters(model))"

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...backends._torch_private import hooks_of
 from ...moe import MoEConfig, MoELayer
-from ...moe.torch_modes import hooks_of
 from .experts import Projections
 
 # Class of a sparse block whose routing cannot be recognised -> whether its router divides a token's

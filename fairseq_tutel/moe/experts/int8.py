@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...backends._torch_private import int8_product
 
 # torch's kernel reads past the end of rows whose width is not a multiple
 INT8_MULTIPLE = 32
@@ -41,9 +42,8 @@ def expert_ffn_int8(rows_NM: Tensor, held: Mapping[str, Any], activation: str) -
     """
     w1, w2 = (Int8(*(v.flatten(0, 1) for v in held[f"fc{i}_weight"])) for i in (1, 2))
     b1, b2 = (held.get(f"fc{i}_bias") for i in (1, 2))
-    product = getattr(torch, "_weight_int8pack_mm")  # noqa: B009, torch has no public form
-    z_NF = product(rows_NM.contiguous(), *w1).float()
+    z_NF = int8_product(rows_NM.contiguous(), *w1).float()
     z_NF = z_NF if b1 is None else z_NF.add_(b1.flatten())
     active_NF = ops.activate(z_NF, activation).bfloat16()
-    y_NM = product(active_NF, *w2).float()
+    y_NM = int8_product(active_NF, *w2).float()
     return y_NM if b2 is None else y_NM.add_(b2.flatten())

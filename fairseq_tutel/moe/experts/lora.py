@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ... import ops
+from ...backends._torch_private import set_parameters
 from ...distributed import declare_slices, take_slice
 from ..torch_modes import without_autocast
 from .base import ExpertBank, PreparedExperts
@@ -170,7 +171,7 @@ class LoRAExperts(StackedExperts):
     def _summed(self, params: Sequence[torch.Tensor]) -> StackedExperts:
         """Return the network with these tensors as its parameters."""
         bank: Any = copy.copy(self.network)
-        bank._parameters = dict(zip(bank.layout, params, strict=True))
+        set_parameters(bank, dict(zip(bank.layout, params, strict=True)))
         bank.training = self.training
         return bank
 
@@ -215,7 +216,7 @@ class LoRAExperts(StackedExperts):
         for name, own in zip(bank.layout, held, strict=False):
             dtype = own.dtype if own.is_floating_point() else torch.bfloat16
             param = getattr(bank, name).to(dtype)
-            bank._parameters[name] = nn.Parameter(param, requires_grad=False)
+            bank.register_parameter(name, nn.Parameter(param, requires_grad=False))
         bank.mark()
         return bank
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ... import distributed, ops
+from ...backends._torch_private import set_parameters
 from ...config import Options
 from ..torch_modes import untraced
 from .base import ExpertBank, ExpertRows, PreparedExperts
@@ -186,10 +187,11 @@ class StackedExperts(ExpertBank):
     def without_weights(self) -> StackedExperts:
         """Return a bank of the same experts on the meta device."""
         bank = copy.copy(self)
-        bank._parameters = {
+        params = {
             name: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
             for name, param in self.named_parameters(recurse=False)
         }
+        set_parameters(bank, params)
         return bank
 
     def make_network(self, dropout: tuple[float, float], part: int) -> Any:

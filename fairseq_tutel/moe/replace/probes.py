@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..torch_modes import hooks_of, without_autocast
+from ...backends._torch_private import has_hooks, hooks_of
+from ..torch_modes import without_autocast
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Values agree up to rounding. Gradients may differ more: a unit may be just at a kink, as of ReLU.
@@ -52,7 +53,7 @@ def check_block(name: str, block: nn.Module) -> None:
             f"{name} has weights of several kinds ({listed}): convert the block to one before"
         )
     hooked = [each for each, module in block.named_modules() if any(hooks_of(module))]
-    hooked += [each for each, param in params.items() if param._backward_hooks]
+    hooked += [each for each, param in params.items() if has_hooks(param)]
     if hooked:
         raise ValueError(
             f"{', '.join(f'{name}.{each}' if each else name for each in hooked)}: experts do not "
