@@ -7,7 +7,7 @@ answered "no" by a torch without the name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
-def make_is_unwatched() -> Callable[[Sequence[Tensor]], bool]:
-    """Return a function of tensors: whether torch runs a backend and autograd alone on them.
+def dispatch_questions() -> tuple[Callable[[], bool], Callable[[Tensor], Any], set[int]]:
+    """Return how to tell whether torch runs nothing but a backend and autograd on tensors.
 
-    It tells whether a direct call skips nothing. There is no public form: the dispatch keys of a
-    thread and of a tensor say whose code torch's dispatcher runs, also that of modes, tracers,
-    transforms and subclasses. No key shows profilers, which record registered operators.
+    A direct call then skips nothing. Return whether a thread has neither modes nor a profiler,
+    which records registered operators; the dispatch keys of a tensor; and the keys of plain
+    tensors. There is no public form: keys say whose code torch's dispatcher runs, also that of
+    tracers, transforms and subclasses.
     """
     try:
         of_thread, of_tensor = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
@@ -35,14 +36,12 @@ def make_is_unwatched() -> Callable[[Sequence[Tensor]], bool]:
             tensor_keys.add(_key_set(kind, *usual))
         is_profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
     except AttributeError:
-        return lambda tensors: False
-
-    def is_unwatched(tensors: Sequence[Tensor]) -> bool:
-        if is_profiled() or of_thread().raw_repr() not in thread_keys:
-            return False
-        return tensor_keys.issuperset([of_tensor(tensor).raw_repr() for tensor in tensors])
-
-    return is_unwatched
+        return lambda: False, lambda tensor: None, set()
+    return (
+        lambda: not is_profiled() and of_thread().raw_repr() in thread_keys,
+        of_tensor,
+        tensor_keys,
+    )
 
 
 def _key_set(*names: str) -> int:

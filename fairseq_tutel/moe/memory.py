@@ -80,10 +80,10 @@ def routed_bytes(
     """
     buffer, all_hidden = rows * destinations * element * model_dim, rows * element * hidden
     kept_rows, kept_hidden = 2 * buffer, all_hidden
-    if memory.mode != "fast" and not fused:
+    if not (memory.outputs or fused):
         kept_hidden = 0
-    elif memory.mode != "fast":
-        keeps = memory.mode == "lean"
+    elif not memory.outputs:
+        keeps = memory.hidden
         stored = {"bf16": 2, "fp8": 1}.get(memory.storage, element)
         kept_rows = buffer // element * stored if keeps and communicates else 0
         kept_hidden = rows * stored * (hidden - hidden_dim) if keeps else 0

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
-from ..backends._torch_private import make_is_unwatched
+from ..backends._torch_private import dispatch_questions
 from ._flops import count_flops
 
 HOW_TO_OFFLOAD = (
@@ -92,12 +92,14 @@ class Operator:
             )
 
 
-_is_unwatched = make_is_unwatched()
+_is_plain_thread, _keys_of, _PLAIN_KEYS = dispatch_questions()
 
 
 def is_plain_eager(args: tuple, tensors: Sequence[Tensor]) -> bool:
     """Return whether nothing but a backend and autograd sees a call with these arguments."""
-    if has_torch_function(args) or not _is_unwatched(tensors):
+    if has_torch_function(args) or not _is_plain_thread():
+        return False
+    if not _PLAIN_KEYS.issuperset([_keys_of(tensor).raw_repr() for tensor in tensors]):
         return False
     # outside of forward mode, which has no dispatch key, it returns the tensor itself
     return not tensors or forward_ad.unpack_dual(tensors[0]).primal is tensors[0]

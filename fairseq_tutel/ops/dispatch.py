@@ -119,12 +119,12 @@ def combine_bwd(
     return d_rows_RM, d_weight_TK
 
 
-def combine_takes_bias(rows: Tensor) -> bool:
+def combine_takes_bias(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the experts' last bias costs less in :func:`combine` than on its own.
 
     A Triton kernel adds it to rows that it has read anyway. The torch backend's products add it.
     """
-    return backend_for(rows.device) == "triton" and rows.dtype != torch.float64
+    return backend_for(device) == "triton" and dtype != torch.float64
 
 
 def combine(

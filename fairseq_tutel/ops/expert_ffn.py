@@ -22,6 +22,7 @@ from .fp8 import check_fp8
 _WIDEST = 2048
 _KEPT = {"all": ActivationMemory(), "none": ActivationMemory("minimal"), "nothing": None}
 _KEPT |= {storage: ActivationMemory("lean", storage) for storage in STORED}
+_NAMES = {memory: name for name, memory in _KEPT.items()}
 
 _ROUTED = "Tensor x, Tensor? weight, Tensor? dest_row, Tensor? src_pair, Tensor? expert"
 _NETWORK = (
@@ -356,7 +357,7 @@ def routed_ffn(
     shape = (len(params[0]), 0) if offsets is None else (0,)
     check_ffn((*shape, x_TM.shape[1]), params, offsets, options.activation in GATES)
     seed = options.draw_seed(x_TM.device)
-    late = late_bias and combine_takes_bias(x_TM) and params[3] is not None
+    late = late_bias and combine_takes_bias(x_TM.device, x_TM.dtype) and params[3] is not None
     late = late and options.dropout_p[1] == 0
     gathers = offsets is not None and not options.fp8 and gathers_tokens(x_TM, params[0])
     keep = _keep(memory, x_TM, topk_weight_TK, *params)
@@ -370,7 +371,7 @@ def _keep(memory: ActivationMemory, *tensors: Tensor | None) -> str:
     needed = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (needed and torch.is_grad_enabled()):
         return "nothing"
-    return {"fast": "all", "minimal": "none"}.get(memory.mode, memory.storage)
+    return _NAMES[memory]
 
 
 def gathers_tokens(x_TM: Tensor, fc1_weight: Tensor) -> bool:

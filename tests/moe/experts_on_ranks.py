@@ -35,11 +35,14 @@ def by_hand(layer, x, expert, state=None):
 
 
 def check_on_ranks(make, model_dim, cases, folder):
-    """Each (experts, placement, r, degree) is as in one process, and comes back from a set."""
+    """Each (experts, placement, r, degree) is as in one process, and comes back from a set.
+
+    A case may have further options of the exchange, with which ranks help each other.
+    """
     rank, world_size = process_world()
     x = torch.randn(24, model_dim, generator=torch.Generator().manual_seed(1)).double()
     mine = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)
-    for experts, placement, r, degree in cases:
+    for experts, placement, r, degree, *more in cases:
         case = f"{experts} {placement} {r} {degree}"
         alone, whole_x = make(experts, ExpertParallelGroups(experts)), x.clone().requires_grad_()
         whole_y = alone(whole_x)
@@ -47,9 +50,13 @@ def check_on_ranks(make, model_dim, cases, folder):
         want = gradients(alone.experts)
 
         groups = build_groups(experts, placement=placement)
-        exchange = ExchangeConfig("linear", overlap_degree=degree, r=r)
+        exchange = ExchangeConfig("linear", overlap_degree=degree, r=r, **dict(*more))
         layer, given = make(experts, groups, exchange=exchange), x[mine].clone().requires_grad_()
-        y = layer(given)
+        y, aux = layer(given, return_aux=True)
+        if more:
+            helped = torch.tensor(aux.record.rows_helped)
+            torch.distributed.all_reduce(helped)
+            assert helped > 0
         torch.testing.assert_close(y, whole_y[mine], msg=lambda text, case=case: f"{case}: {text}")
         (y * y.detach()).sum().backward()
         torch.testing.assert_close(given.grad, whole_x.grad[mine])

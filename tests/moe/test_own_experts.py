@@ -52,8 +52,10 @@ def make(experts, groups=None, seed=3, **options):
     register_experts("toy")(ToyExperts)
     torch.manual_seed(0)
     return MoELayer(
-        M, experts, F, expert_network="toy", expert_options={"slope": 0.3}, groups=groups,
-        seed=seed, second_expert_policy="all", **{"capacity_factor": 0.0, **options},
+        M, experts, F, groups=groups, seed=seed, second_expert_policy="all", **{
+            "expert_network": "toy", "expert_options": {"slope": 0.3}, "capacity_factor": 0.0,
+            **options,
+        },
     ).double()  # fmt: skip
 
 
@@ -79,14 +81,28 @@ def test_on_ranks(tmp_path):
     """Overlapped, gathered, sliced and saved without a line about any of it."""
     cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (2, "sliced", 1, 2)]
     check_on_ranks(make, M, [*cases, (2, "sliced", 2, 1)], tmp_path)
+    register_documented()
+    cases = [(4, "replicated", 1, 2), (2, "sliced", 1, 1), (2, "sliced", 2, 2)]
+    helped = {"balance_ranks": True, "balance_min_rows": 1}
+    check_on_ranks(make_documented, M, [*cases, (4, "replicated", 1, 1, helped)], tmp_path)
+
+
+def register_documented():
+    """In a process of its own, as ``make``."""
+    text = base.__doc__.split("::\n", 1)[1].split("\nThat is all")[0]
+    exec(textwrap.dedent(text), {"__name__": "mine"})
+
+
+def make_documented(experts, groups, **options):
+    given = {"expert_network": "mine", "expert_options": {"slope": 0.3}}
+    return make(experts, groups, activation_memory="lean", **{**options, **given})
 
 
 def in_fairseq():
     """In a process of its own: the names that it adds stay."""
     from helpers.training import make_batch, make_config, make_trainer
 
-    text = base.__doc__.split("::\n", 1)[1].split("\nThat is all")[0]
-    exec(textwrap.dedent(text), {"__name__": "mine"})
+    register_documented()
     four, slope = ("--moe-expert-count", "4"), ("--moe-mine-slope", "0.5")
     trainer = make_trainer(make_config(*four, "--moe-expert-network", "mine", *slope))
     layer = trainer.get_model().moe_layers[1]

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fairseq_tutel.config import ExpertConfig
 from fairseq_tutel.moe import MoELayer, every_other, replace_ffn
+from fairseq_tutel.moe.experts import SwiGLUExperts
 
 M, F = 8, 12
 DROPLESS = {"capacity_factor": 0.0}
@@ -135,6 +137,12 @@ def test_dropout_mode_dtype_and_sizes_are_the_blocks():
     model = of(Mlp())
     replace_ffn(model, "mlp", 4, hidden_dim=5, expert_network="swiglu", activation="gelu")
     assert model[0].mlp.experts.hidden_dim == 5
+    model = of(Mlp(drop=0.4))
+    replace_ffn(model, "mlp", 4, experts=ExpertConfig(expert_network="swiglu", dropout=0.3))
+    experts = model[0].mlp.experts
+    assert (type(experts), experts.hidden_dim, experts.dropout) == (SwiGLUExperts, F, 0.3)
+    replace_ffn(model := of(Mlp()), "mlp", 4, experts=Mlp)
+    assert {type(expert) for expert in model[0].mlp.experts} == {Mlp}
     with pytest.raises(ValueError, match="copy_weights .* leave out hidden_dim"):
         replace_ffn(of(Mlp()), "mlp", 4, hidden_dim=5, copy_weights=True)
 

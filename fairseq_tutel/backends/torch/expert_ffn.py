@@ -47,11 +47,11 @@ def network_fwd(
     network = Network(rows, hidden_dim, **options)
     rows_RM = rows.reshape(-1, model_dim)
     # contiguous, as the operator promises, and no view: callers may change it in place
-    out = empty(rows, rows.shape)
+    out = empty(fc2_weight, rows.shape)
     out_RM = out.view(-1, model_dim)
     kept = len(rows_RM) if keep_hidden else 0
-    saved = empty(rows, (kept, fc1_weight.shape[1]))
-    active = empty(rows, (kept if keep_active else 0, hidden_dim))
+    saved = empty(fc1_weight, (kept, fc1_weight.shape[1]))
+    active = empty(fc1_weight, (kept if keep_active else 0, hidden_dim))
     buffers = (
         network.planes(saved) if keep_hidden else None,
         active if keep_hidden and keep_active else None,

@@ -126,7 +126,7 @@ class Router(nn.Module):
             moved = self.get_buffer(name)
             # rounding would lose small steps
             if torch.finfo(moved.dtype).bits < torch.finfo(buffer.dtype).bits:
-                self.get_submodule(owner)._buffers[leaf] = buffer.to(moved.device)
+                setattr(self.get_submodule(owner), leaf, buffer.to(moved.device))
         return self
 
     def _load_from_state_dict(
