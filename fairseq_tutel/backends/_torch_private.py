@@ -62,6 +62,11 @@ def checkpoints() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def tracer_is_imported() -> bool:
+    """Return whether torch's tracer is there; ``torch.compiler`` would import it, in a second."""
+    return "torch._dynamo" in sys.modules
+
+
 def hooks_of(module: nn.Module) -> list[dict]:
     """Return the module's hooks on calls, by kind: forward, forward pre, backward, backward pre.
 

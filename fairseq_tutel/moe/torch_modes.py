@@ -1,7 +1,6 @@
 """Helpers for modes of torch: autocast, checkpointing, hooks and tracing."""
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..backends._torch_private import hooks_everywhere, hooks_of
+from ..backends._torch_private import hooks_everywhere, hooks_of, tracer_is_imported
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -76,7 +75,7 @@ def untraced(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not tracer_is_imported():
             return function(*args, **options)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
