@@ -75,9 +75,21 @@ def hooks_of(module: nn.Module) -> list[dict]:
     return [getattr(module, f"_{kind}") for kind in _HOOKS]
 
 
-def hooks_everywhere() -> list[dict]:
-    """Return the hooks on calls of all modules, by kind."""
-    return [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether calls of the module, or of all modules, have hooks; asked in each pass."""
+    every = nn.modules.module
+    own = module._forward_hooks or module._forward_pre_hooks
+    own = own or module._backward_hooks or module._backward_pre_hooks
+    forward = every._global_forward_hooks or every._global_forward_pre_hooks
+    return bool(own or forward or every._global_backward_hooks or every._global_backward_pre_hooks)
+
+
+def first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """Return the first of ``module.parameters()``, which costs ten calls, or None."""
+    for param in module._parameters.values():
+        if param is not None:
+            return param
+    return next(module.parameters(), None)
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..backends._torch_private import hooks_everywhere, hooks_of, tracer_is_imported
+from ..backends._torch_private import is_hooked, tracer_is_imported
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -40,8 +40,7 @@ def is_observed(module: nn.Module) -> bool:
 
     Profilers and fairseq's NaN detector add hooks; fairseq's checkpoint_wrapper sets ``forward``.
     """
-    hooks = *hooks_of(module), *hooks_everywhere()
-    return "forward" in vars(module) or any(hooks)
+    return "forward" in vars(module) or is_hooked(module)
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...backends._torch_private import active_ddp, fully_sharded
+from ...backends._torch_private import active_ddp, first_parameter, fully_sharded
 from .expert_params import is_expert
 from .groups import ExpertParallelGroups
 
@@ -63,7 +63,7 @@ def refuse_plain_wrapper(
     their gradients. ``fully_shard`` is refused in one process, too, because the program is meant
     for several. Return what was checked, for the next pass, which then only looks for changes.
     """
-    mine = next(experts.parameters(), None)
+    mine = first_parameter(experts)
     active = active_ddp()
     found = (checked[0] if active is None else id(active), id(mine))
     if mine is None or found == checked:
