@@ -217,7 +217,10 @@ def build(cell):
     if cell.held != "trained":
         given["expert_storage"] = cell.held
     if cell.network == "modules":
-        given |= {"expert_fn": own_expert}
+        default = {"activation_memory": "fast", "activation_storage": "same"}
+        default |= {"expert_compute": "same"}
+        # beside modules, giving a default is refused, too
+        given = dict(given.items() - default.items()) | {"expert_fn": own_expert}
     else:
         gated = "swiglu" in cell.network
         options = {"expert_options": {"bias": True}} if gated else {}
