@@ -1,0 +1,304 @@
+"""Readers of what users have: each reads one form as users do, and returns plain values.
+
+``ENTRIES`` in ``test_what_users_have.py`` names them. A reader gets the folder of the unpacked
+files, and runs on every rank of its entry. Fairseq is imported only where it is needed: the
+process of the tests does without it.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from forms import (
+    CHANGED,
+    DIM,
+    EXCHANGES,
+    HERE,
+    LAYERS,
+    TOKENS,
+    USERS,
+    M,
+    make_layer,
+    make_loop,
+    make_run,
+    numbers,
+    register_users,
+    steps,
+    train,
+)
+from surface import run_main, scratch
+
+from fairseq_tutel import checkpoint, training
+from fairseq_tutel.checkpoint import growth
+from fairseq_tutel.distributed import process_world
+
+GOLDEN = HERE.parent / "golden"
+# runs of Meta's own code: a folder of tests/golden, its data, and the stage of the run
+META = [
+    ("top2_world2", "data_world2", "final"),
+    ("translation_top2_world2", "data_translation_world2", "trained"),
+]
+# what the tools of checkpoints make of a set
+TOOLS = {
+    "lm": ("merge", "reshard", "grow", "grow-exact", "shrink", "dense"), "mt": ("merge", "grow"),
+    "dense": ("upcycle", "upcycle-two"), "dense_mt": ("upcycle",), "lm_lora": ("merge-lora",),
+    "old_replicated": ("merge", "reshard"), "old_sliced": ("merge", "reshard"),
+}  # fmt: skip
+
+
+def digest(values) -> str:
+    """Return a checksum of a tree of tensors and numbers, to the bit."""
+    found = hashlib.sha256()
+
+    def add(name, value):
+        if isinstance(value, dict):
+            for key in sorted(value):
+                add(f"{name}/{key}", value[key])
+        elif torch.is_tensor(value):
+            found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+            found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(f"{name} {value!r}".encode())
+
+    add("", values)
+    return found.hexdigest()[:16]
+
+
+def content(path, exact: bool = True) -> dict:
+    """Return checksums of all experts and the optimizer state of a set, or numbers of weights."""
+    state = checkpoint.load_for_rank(str(path), rank=0, world_size=1)
+    if not exact:
+        flat = [state["model"][name].float().flatten() for name in sorted(state["model"])]
+        return {"model": numbers(torch.cat(flat)), "names": sorted(state["model"])}
+    named = (state.get("last_optimizer_state") or {}).get("named_state")
+    return {"model": digest(state["model"]), "optimizer": named and digest(named)}
+
+
+def path_of(files, name) -> str:
+    old = name.removeprefix("old_")
+    return str((files if old == name else HERE / "data_381b71b") / f"{old}.pt")
+
+
+def stored_set(files, name):
+    """Content of a set, and what ``inspect`` says about it."""
+    path = path_of(files, name)
+    report = checkpoint.inspect(path, verify=True)
+    for key in ("path", "size_on_disk", "files", "save_id", "written_by"):
+        del report[key]
+    return {**content(path), "report": report}
+
+
+def resumed(files, name):
+    """A run of fairseq's trainer goes on: two more updates."""
+    if name == "lm_users":
+        register_users()
+    trainer, batches = make_run(*CHANGED.get(name, (name,)))
+    assert trainer.load_checkpoint(str(files / f"{name}.pt")) is not None
+    return train(trainer, batches, 2, 4)
+
+
+@torch.no_grad()
+def evaluated(files, name, **overrides):
+    """Logits of the model that fairseq's programs load."""
+    from fairseq import checkpoint_utils, tasks
+    from helpers.training import make_batch, make_config
+    from helpers.translation import make_pairs, pair_config
+
+    make, config = (make_pairs, pair_config) if "mt" in name else (make_batch, make_config)
+    task = tasks.setup_task(config().task)
+    path = str(files / f"{name}.pt")
+    (model,), _ = checkpoint_utils.load_model_ensemble([path], overrides or None, task)
+    return numbers(model.eval()(**make(7)["net_input"])[0])
+
+
+@torch.no_grad()
+def meta(files, run, data, step):
+    """Logits of a set that Meta's own code wrote."""
+    from fairseq import checkpoint_utils
+
+    path = str(GOLDEN / run / step / "checkpoint_last.pt")
+    overrides = {"data": str(GOLDEN / data), "moe_eval_capacity_token_fraction": None}
+    (model,), *_ = checkpoint_utils.load_model_ensemble_and_task([path], overrides)
+    tokens = torch.randint(4, 80, (3, 12), generator=torch.Generator().manual_seed(1))
+    args = (tokens, torch.tensor([12] * 3), tokens[:, :7]) if "translation" in run else (tokens,)
+    return {**content(path), "logits": numbers(model.eval()(*args)[0])}
+
+
+def tools(files, name):
+    """Sets that the tools make of a stored one; what they only move is the same to the bit."""
+    path, load = path_of(files, name), str(files / "expert_load.jsonl")
+    cut, shared = growth.Upcycling(4, granularity=2), growth.Upcycling(2, shared=True)
+    make = {
+        "merge": lambda out: checkpoint.merge(path, out, with_optimizer=True),
+        "reshard": lambda out: checkpoint.reshard(path, out, 4),
+        "grow": lambda out: growth.grow(path, out, 8),
+        "grow-exact": lambda out: growth.grow(path, out, 6, ramp=10),
+        "shrink": lambda out: growth.shrink(path, out, 2, load=load),
+        "dense": lambda out: growth.to_dense(path, out, load=load),
+        "upcycle": lambda out: growth.upcycle(path, out, cut),
+        "upcycle-two": lambda out: growth.upcycle([path, path], out, shared),
+        "merge-lora": lambda out: run_main("checkpoint", "merge-lora", path, out),
+    }
+    made = {tool: scratch(files, "x.pt") for tool in TOOLS[name]}
+    for tool, out in made.items():
+        make[tool](out)
+    return {t: content(out, exact=t in ("merge", "reshard")) for t, out in made.items()}
+
+
+def exported(files, name):
+    """A stored folder, and an export of today: tensors, config, and what is imported of them."""
+    from safetensors.torch import load_file
+
+    from fairseq_tutel.export import TokenizerFiles, export_huggingface
+
+    today = export_huggingface(files / f"{name}.pt", scratch(files, "m"), TokenizerFiles(files))
+    found = {}
+    for kind, folder in (("stored", files / f"{name}_folder"), ("today", Path(today))):
+        (weights,) = folder.glob("*.safetensors")
+        out = scratch(files, "y.pt")
+        run_main("checkpoint", "import", str(folder), out)
+        found[kind] = {"tensors": digest(load_file(weights)), "imported": content(out)}
+        found[kind]["config"] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+@torch.no_grad()
+def in_transformers(files, name):
+    """Logits of a stored folder, by the code in it or by transformers' own."""
+    import transformers
+    from helpers.training import make_batch
+    from helpers.translation import make_pairs
+
+    from fairseq_tutel.integrations.transformers import repair_nllb_moe
+
+    folder, how = files / f"{name}_folder", {"trust_remote_code": True, "dtype": "auto"}
+    if name != "mt":
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+        return numbers(model(make_batch(7)["net_input"]["src_tokens"]).logits)
+    repair_nllb_moe()
+    given = make_pairs(7)["net_input"]
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto").eval()
+    options = {"decoder_input_ids": given["prev_output_tokens"]}
+    options["attention_mask"] = given["src_tokens"].ne(1).long()
+    return numbers(model(given["src_tokens"], **options).logits)
+
+
+def described(files):
+    """The description with which a layer is compiled for C++, and its twin's output."""
+    from fairseq_tutel.export import describe_layer, layer_twin
+
+    found = {}
+    for name in ("padded", "swiglu", "clamped_swiglu", "shared", "sigmoid", "groups"):
+        layer = make_layer(LAYERS[name]).eval()
+        options = {"network": LAYERS[name].get("expert_network", "ffn")}
+        text = dataclasses.asdict(
+            describe_layer(layer.config, model_dim=M, hidden_dim=8, **options)
+        )
+        load_layer(files, "layers", name, layer)
+        with torch.no_grad():
+            found[name] = {**text, "output": numbers(layer_twin(layer)(tokens()))}
+    return found
+
+
+def loop(files, kind):
+    """A loop goes on: three more steps."""
+    model, net, optimizers = make_loop(kind)
+    if kind == "dcp":
+        state = {"run": training.DistributedState(model, optimizers)}
+        dcp.load(state, checkpoint_id=files / "dcp")
+    else:
+        at = training.load_checkpoint(path_of(files, kind), model, optimizers)
+        assert at == {"step": 2}
+    weights = training.full_state_dict(model)
+    losses = torch.tensor(steps(net, optimizers, 2, 5))
+    if process_world()[1] > 1:
+        torch.distributed.all_reduce(losses)
+    return {"weights": digest(weights), "losses": (losses / process_world()[1]).tolist()}
+
+
+def adapter(files, kind):
+    """LoRA of the experts over the weights of a loop, before and after it is merged."""
+    model, _, _ = make_loop("adamw")
+    training.load_checkpoint(path_of(files, "adamw"), model)
+    if kind == "lora_int8":
+        training.add_lora(model, rank=2, alpha=4, storage="int8")
+    training.load_lora(files / kind, model)
+    x, found = torch.linspace(-1, 1, 8 * DIM).view(8, DIM), {}
+    found["output"] = numbers(model(x))
+    training.merge_lora(model)
+    return {**found, "merged": numbers(model(x))}
+
+
+def full_state(files):
+    """A state dict of all ranks' experts, loaded on these ranks."""
+    model, _, _ = make_loop("adamw")
+    training.load_full_state_dict(model, torch.load(files / "full_state.pt"))
+    return digest(training.full_state_dict(model))
+
+
+def tokens(dim: int = M) -> torch.Tensor:
+    seed = 5 + process_world()[0]
+    return torch.randn(TOKENS, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def load_layer(files, table, name, layer):
+    state = torch.load(files / f"{table}.pt")[name]
+    if process_world()[1] == 1:
+        layer.load_state_dict(state)
+    else:
+        training.load_full_state_dict(layer, state)
+
+
+def layer(files, table, name):
+    """Outputs, losses and gradients of a layer with stored weights."""
+    if table == "users":
+        register_users()
+    given = {"layers": {k: (v, {}) for k, v in LAYERS.items()}, "exchanges": EXCHANGES}
+    options, exchange = {**given, "users": USERS}[table][name]
+    made = make_layer(options, exchange)
+    load_layer(files, table, name, made)
+    x_TM = tokens(made.model_dim)
+    mask = torch.arange(TOKENS) >= TOKENS - 3
+    if "expert_storage" in options:
+        with torch.no_grad():
+            return {"output": numbers(made.eval()(x_TM, pad_mask=mask))}
+    y, aux = made(x_TM.clone().requires_grad_(), pad_mask=mask, return_aux=True)
+    (y.square().mean() + 0.1 * aux.loss).backward()
+    grads = {n: numbers(p.grad) for n, p in made.named_parameters() if p.grad is not None}
+    found = {"output": numbers(y), "loss": aux.loss.item(), "load": aux.load_E.tolist()}
+    with torch.no_grad():
+        found["evaluated"] = numbers(made.eval()(x_TM))
+    return {**found, "gradients": grads, "names": sorted(made.state_dict())}
+
+
+def replaced(files):
+    """A transformer of torch with experts by ``replace_ffn``, and its stored state dict."""
+    from fairseq_tutel.moe import every_other, replace_ffn
+
+    block = torch.nn.TransformerEncoderLayer(M, 2, 8, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(block, 2)
+    names = every_other(model, r"layers\.\d+$")
+    old = replace_ffn(model, names, 4, copy_weights=True, capacity_factor=0.0)
+    model.load_state_dict(torch.load(files / "replaced.pt"))
+    return {"blocks": sorted(old), "output": numbers(model(tokens().view(2, -1, M)))}
+
+
+def tuner(files, name):
+    """A tuner's file of choices decides, and its state goes on."""
+    from fairseq_tutel.tuning import ExchangeTuner
+
+    text = (files / name).read_text()
+    made = [make_layer(*EXCHANGES["padded"])]
+    choice = None
+    if "open" not in name:
+        choice = ExchangeTuner(made, pinned=text).agree(TOKENS, torch.float32).exchange
+        choice = dataclasses.asdict(choice)
+    goes_on = ExchangeTuner(made)
+    goes_on.resume({"file": text})
+    goes_on.agree(TOKENS, torch.float32)
+    state = json.loads(goes_on.file())
+    keys = [entry for each in (state, *state["others"]) for entry in each["keys"].items()]
+    return {"choice": choice, "keys": dict(keys)}
