@@ -70,7 +70,6 @@ class Layer:
     gradients: int  # of activations, alive at once in its backward pass
     again: int = 0  # what experts compute again by ``activation_memory``
     gathered: int = 0  # gathered expert weights, and those of helped experts
-    freed: int = 0  # number of parameters whose gradients its backward pass uses and frees
     # bytes of its input if the layer is recomputed; 0 if the input is kept on the host
     checkpoint: int | None = None
 
@@ -112,9 +111,8 @@ def _layers_of_stack(
         return [dense] * stack.layers
     here = counted.moe_layer + counted.local
     sizes = _moe_bytes(settings, stack, counted, traffic)
-    freed = counted.local if getattr(model, "moe_update_in_backward", False) else 0
     held = (gathered + _helped(settings, counted, traffic)) * b
-    moe = Layer(here, *sizes, gathered=held, freed=freed, checkpoint=checkpoint)
+    moe = Layer(here, *sizes, gathered=held, checkpoint=checkpoint)
     return [moe if n in stack.sparse else dense for n in range(1, stack.layers + 1)]
 
 
@@ -197,8 +195,7 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
         kept -= dispatch
     # log-softmax: fp32 result, its gradient, and the gradient of the logits (fp16: in fp16)
     logits = tokens * settings.vocabulary * (10 if "fp16" in precision.name else 12)
-    weights = b * per_gpu
-    gradients = b * (per_gpu - sum(layer.freed for layer in stack))
+    weights = gradients = b * per_gpu
     states = {
         "weights": weights,
         "fp32 copies": 8 * per_gpu if precision.master_copies else 0,
@@ -247,9 +244,8 @@ def _backward(
     gradients = parameters.embeddings
     kept = sum(layer.kept for layer in stack)
     for layer in reversed(stack):
-        here = gradients + layer.parameters
-        alive = parameters.per_gpu if settings.update_freq > 1 else here
-        gradients = here - layer.freed
+        gradients += layer.parameters
+        alive = parameters.per_gpu if settings.update_freq > 1 else gradients
         yield {
             "gradients": b * alive,
             "activations": kept,

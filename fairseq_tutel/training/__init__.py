@@ -33,11 +33,9 @@ from .state.save_load import (
 )
 from .state.sharded_optimizer import own_optimizer_state, shard_optimizer, whole_optimizer_state
 from .state.transforms import SAVE_TRANSFORMS, SaveTransform
-from .update_in_backward import BackwardUpdates, update_in_backward
 
 __all__ = [
     "AuxLosses",
-    "BackwardUpdates",
     "DistributedState",
     "ExpertMatrix",
     "SAVE_TRANSFORMS",
@@ -72,7 +70,6 @@ __all__ = [
     "save_state",
     "shard_dense",
     "shard_optimizer",
-    "update_in_backward",
     "update_load_bias",
     "update_load_biases",
     "whole_optimizer_state",

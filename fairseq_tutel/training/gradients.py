@@ -92,7 +92,7 @@ def expert_grad_sq_norm(
     """
     params = list(params)
     device = params[0].device if params else torch.device("cpu")
-    total = sq_norm_of_copies(
+    total = _sq_norm_of_copies(
         [p for p in params if distributed.is_expert(p)], groups, device
     ).float()
     if groups.world_size > 1 and not groups.simulated:
@@ -118,17 +118,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     model = unwrap(model)
     layers = moe_layers(model).values()
     experts = {param for layer in layers for param in layer.experts.parameters()}
-    if math.isfinite(max_norm) and any(getattr(p, "updates_in_backward", False) for p in experts):
-        raise ValueError(
-            f"max_norm={max_norm}: update_in_backward has updated experts before the norm is known"
-        )
     dense = [p.grad for p in model.parameters() if p not in experts and p.grad is not None]
     plain = [grad for grad in dense if not distributed.is_sharded(grad)]
     sharded = [grad for grad in dense if distributed.is_sharded(grad)]
     device = next(model.parameters()).device
     sq_norm = torch.zeros((), dtype=torch.float64, device=device)
     for layer in layers:
-        total = sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
+        total = _sq_norm_of_copies(layer.experts.parameters(), layer.groups, device)
         sq_norm += total / layer.groups.num_replicas
     distributed.sum_tensor_over_ranks_(sq_norm)
     sq_norm += _sq_norm(plain, device)
@@ -179,7 +175,7 @@ def _scale_(grads: list[torch.Tensor], factor: float | torch.Tensor) -> None:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def sq_norm_of_copies(
+def _sq_norm_of_copies(
     params: Iterable[nn.Parameter], groups: distributed.ExpertParallelGroups, device: torch.device
 ) -> torch.Tensor:
     """Return an fp64 scalar; summed over all ranks: ``num_replicas`` times the squared norm."""

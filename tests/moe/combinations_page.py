@@ -61,7 +61,6 @@ OPTIONS = (
     Option("your own experts", {"expert_fn": _expert}),
     Option("a module as gate", {"gate": True}),
     Option("LoRA"),
-    Option("update in the backward pass"),
     Option("given choices"),
     Option("local drop", {"local_drop": 0.5}),
     Option("null experts", {"null_experts": 2}),
@@ -88,8 +87,6 @@ def _try(first: Option, second: Option) -> None:
     training.prepare_data_parallel(model)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(params, lr=0.01)
-    if "update in the backward pass" in names:
-        training.update_in_backward(model, optimizer)
     given: dict = {"return_aux": True}
     if "given choices" in names:
         given["choices"] = torch.arange(layer.config.top_k).expand(TOKENS, -1)

@@ -62,17 +62,6 @@ def test_the_layers_and_the_rest_are_the_whole(overrides):
     assert local == parameters.per_gpu
 
 
-def test_gradients_of_experts_that_are_updated_in_the_backward_pass_are_one_layers():
-    """In the update none is left; in the backward pass those of one layer of two are."""
-    sizes = ["model.moe_expert_ffn_dim=4096", "dataset.batch_size=1"]
-    usual, early = (small(*sizes, *more) for more in ([], ["model.moe_update_in_backward=true"]))
-    parameters = count_parameters(usual)
-    (layers, per_layer) = 2, 4 * parameters.local // 2
-    saved = memory_of(usual).at_peak["gradients"] - memory_of(early).at_peak["gradients"]
-    assert memory_of(usual).states - memory_of(early).states == layers * per_layer
-    assert (layers - 1) * per_layer <= saved <= layers * per_layer
-
-
 def test_published_counts():
     """Of the 8-GPU example of README.moe.md in fairseq's moe branch; of the 1.1T model on 512."""
     parameters = count_parameters(settings_of("meta_4.1b", gpus=8))

@@ -144,11 +144,6 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
         "updates",
         at_least(0),
     )
-    moe_update_in_backward: bool = _debugging(
-        False,
-        "update each tensor of experts in the backward pass, as soon as its gradient is complete, "
-        "and free the gradient; needs --clip-norm 0 and --update-freq 1",
-    )
     moe_trace: Optional[str] = _debugging(
         None,
         "folder: append the experts of every token to FOLDER/trace-rank-N.jsonl, in training and "

@@ -102,14 +102,12 @@ class MemoryMixin:
         sliced = str(getattr(model, "moe_expert_placement", "")) == "sliced"
         checkpoints = getattr(model, "checkpoint_activations", False)
         mode = str(getattr(model, "moe_activation_memory", "minimal"))
-        in_backward = getattr(model, "moe_update_in_backward", False)
         is_on = {
             "--checkpoint-activations": checkpoints,
             "--moe-activation-memory lean": checkpoints or mode != "fast",
             "--moe-activation-memory minimal": checkpoints or mode != "lean",
             "--moe-expert-placement sliced (fewer experts than ranks)": sliced,
             "--zero-sharding os (several ranks)": sharding == "os",
-            "--moe-update-in-backward (without --clip-norm)": in_backward,
         }
         found = [option for option, on in is_on.items() if not on]
         return found or ["fewer --max-tokens or --batch-size, with --update-freq; more ranks"]

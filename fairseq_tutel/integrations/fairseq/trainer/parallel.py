@@ -32,11 +32,6 @@ class MoEDistributedModel(ModuleProxyWrapper):
         # torch's wrapper refuses a model whose dense parameters are all frozen (LoRA)
         if dist_cfg.ddp_backend in LEGACY_BACKENDS or not trains_dense(model.parameters()):
             wrapped = LegacyDistributedDataParallel(model, process_group)
-            # without experts: it would give those without a gradient one of zeros
-            wrapped.per_device_params = [
-                [param for param in params if not is_expert(param)]
-                for params in wrapped.per_device_params
-            ]
         else:  # of PYTORCH_BACKENDS; the trainer has refused all others
             wrapped = _pytorch_ddp(dist_cfg, model, process_group, device)
         super().__init__(wrapped)
@@ -47,9 +42,7 @@ class MoEDistributedModel(ModuleProxyWrapper):
         if isinstance(self.module, LegacyDistributedDataParallel):
             self.module.all_reduce_grads()
         model = self.module.module
-        # --moe-update-in-backward has reduced and used some
-        left = [p for p in model.parameters() if not getattr(p, "updates_in_backward", False)]
-        reduce_expert_grads(left, model.moe_groups, self._normalization)
+        reduce_expert_grads(model.parameters(), model.moe_groups, self._normalization)
 
 
 def trains_dense(params: Iterable[torch.nn.Parameter]) -> bool:

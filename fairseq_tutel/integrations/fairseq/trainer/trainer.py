@@ -20,7 +20,6 @@ from ..programs.ranks import refuse_separate_ranks
 from ..programs.trace import trace_model
 from . import parallel
 from .checkpointing import CheckpointMixin
-from .expert_updates import ExpertUpdates, refuse_update_in_backward
 from .growth import RunGrowth
 from .memory import MemoryMixin
 from .requeue import RequeueRequest, leave
@@ -64,10 +63,6 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         _refuse_bleu(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._moves_load_bias = _moves_load_bias(model, criterion)
-        if getattr(cfg.model, "moe_update_in_backward", False):
-            refuse_update_in_backward(cfg)
-            how = str(cfg.model.moe_normalize_expert_grad)
-            self.expert_updates = ExpertUpdates(model, criterion, how)
         logger.info(_parameters(model))
         folder, writes = cfg.checkpoint.save_dir, self.is_data_parallel_master
         interval = cfg.model.moe_load_log_interval
@@ -79,8 +74,6 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         self.growth = RunGrowth(cfg, model)
         self._epoch_itr = None
         self._num_fillers = 0
-
-    expert_updates: ExpertUpdates | None = None
 
     @property
     def model(self):
@@ -106,24 +99,16 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             parallel.clip_experts_alone(self._optimizer)
         if dist_cfg.zero_sharding == "os":
             parallel.shard_states(self._optimizer, name)
-        if self.expert_updates is not None:
-            self.expert_updates.attach(self._optimizer, name)
 
     def clip_grad_norm(self, clip_norm):
         """Clip by the norm over dense gradients and all ranks' experts, which stock leaves out."""
 
         def add_experts(dense_norm):
-            if self.expert_updates is not None:
-                experts = self.expert_updates.sq_norm()
-            else:
-                experts = expert_grad_sq_norm(self.optimizer.params, self._model.moe_groups)
+            experts = expert_grad_sq_norm(self.optimizer.params, self._model.moe_groups)
             return (dense_norm.float().square() + experts.to(dense_norm.device)).sqrt()
 
         try:
-            norm = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=add_experts)
-            if self.expert_updates is not None and not norm.isfinite():
-                self.expert_updates.detach()  # stock runs the batch again, to find the nan
-            return norm
+            return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=add_experts)
         except OverflowError as error:
             if self.cuda:
                 raise
@@ -171,8 +156,6 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
             layer.update_load.reset()
         if self.trace is not None:
             self.trace.before(self.get_num_updates() + 1, len(fillers))
-        if self.expert_updates is not None:
-            self.expert_updates.is_filler = not real
         try:
             with self._explaining_memory():
                 return super().train_step(samples, raise_oom or self._others_wait)
