@@ -57,8 +57,8 @@ class ExpertConfig:
     )
     activation_storage: str = option(
         "same",
-        "format of what 'lean' keeps: that of the rows, bf16, or fp8 (e4m3, a scale per row)",
-        choices=("same", "bf16", "fp8"),
+        "format of what 'lean' keeps: that of the rows, or fp8 (e4m3, a scale per row)",
+        choices=("same", "fp8"),
         needs=["activation_memory=lean"],
     )
     shared_expert_dim: int = option(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ..backends._fp8 import quantize_rows
+from ..backends._fp8 import FP8, quantize_rows
 
 MODES = ("fast", "lean", "minimal")
-# format of kept values -> their dtype; None: that of the rows
-STORED = {"same": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+STORED = ("same", "fp8")  # formats of kept values
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class ActivationMemory:
     """
 
     mode: str = "fast"
-    storage: str = "same"  # what ``lean`` keeps: as the rows, bf16, or fp8 (with a scale per row)
+    storage: str = "same"  # what ``lean`` keeps: as the rows, or fp8 (with a scale per row)
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -52,12 +50,12 @@ class ActivationMemory:
         if self.storage == "fp8":
             quantized, scale = quantize_rows(values.reshape(-1, width))
             return quantized.view(values.shape), scale
-        return values.to(STORED[self.storage] or values.dtype), values.new_empty(0)
+        return values, values.new_empty(0)
 
 
 def restore(stored: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """Return the values of :meth:`ActivationMemory.store` in the dtype of ``like``."""
-    if stored.dtype != STORED["fp8"]:
-        return stored.to(like.dtype)
+    if stored.dtype != FP8:
+        return stored
     wide = stored.view(len(scale), -1).float().mul_(scale[:, None]) if len(scale) else stored
     return wide.to(like.dtype).view(stored.shape)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends import GATES, _weights
+from ..backends._fp8 import FP8
 from ..backends._network import Kept, Pending, Source
 from ..backends.torch.activation import acc_dtype
 from ._operator import check_indices, check_shape, empty_gradients, operator
@@ -144,14 +145,14 @@ def _fake(*arguments):
     rows = call.num_rows
     every = rows if call.keeps_outputs else 0
     kept = rows if call.memory is not None and call.memory.hidden else 0
-    dtype = STORED.get(call.keep) or x.dtype
-    scales = kept * width // hidden_dim if call.keep == "fp8" else 0
+    is_fp8 = call.keep == "fp8"
+    scales = kept * width // hidden_dim if is_fp8 else 0
     both = every if call.routed else 0
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return (
         y,
         x.new_empty((0 if call.gathers else both, model_dim)),
-        x.new_empty((kept, width), dtype=dtype),
+        x.new_empty((kept, width), dtype=FP8 if is_fp8 else x.dtype),
         x.new_empty(scales, dtype=torch.float32 if scales else x.dtype),
         x.new_empty((every, hidden_dim)),
         x.new_empty((both, model_dim)),

@@ -28,7 +28,6 @@ NETWORKS = {"ffn": 0.5, "swiglu": 0.6}  # and what lean may keep
 MODES = {
     "fast": ("fast", "same"),
     "lean": ("lean", "same"),
-    "lean bf16": ("lean", "bf16"),
     "lean fp8": ("lean", "fp8"),
     "minimal": ("minimal", "same"),
     "checkpoint": ("fast", "same"),

@@ -79,7 +79,7 @@ def test_memory_of_a_layer(tmp_path):
         rows = result["results"][network]["derived"]
         kept = {name: row["kept over fast"] for name, row in rows.items()}
         assert kept["lean"] < share and kept["minimal"] < 0.1 and kept["checkpoint"] == 0
-        assert kept["lean fp8"] < kept["lean bf16"] < kept["lean"]
+        assert kept["lean fp8"] < kept["lean"]
     assert len(result["goals"]) == 8
 
 

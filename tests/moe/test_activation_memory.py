@@ -89,17 +89,15 @@ def test_bytes_per_row(network):
     assert routing < 64  # tables and logits
     assert kept("fast") - routing == pytest.approx(4 * (2 * 64 + (planes + 1) * 256), rel=0.01)
     assert kept("lean") - routing == 4 * planes * 256
-    assert kept("lean", "bf16") - routing == 2 * planes * 256
     assert kept("lean", "fp8") - routing == planes * (256 + 4)
 
 
-@pytest.mark.parametrize(("storage", "error"), [("bf16", 4e-3), ("fp8", 5e-2)])
-def test_storage_rounds_gradients_alone(storage, error):
+def test_storage_rounds_gradients_alone():
     y, gradients = step("fast", torch.float32)
-    lean_y, lean = step("lean", torch.float32, activation_storage=storage)
+    lean_y, lean = step("lean", torch.float32, activation_storage="fp8")
     torch.testing.assert_close(lean_y, y, rtol=0, atol=0)
     off = [float((a - b).norm() / b.norm()) for a, b in zip(lean, gradients, strict=True)]
-    assert max(off) < error and max(off) > error / 50
+    assert 1e-3 < max(off) < 5e-2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,9 +129,9 @@ def test_checkpointed_layer_and_frozen_parts():
     ("options", "words"),
     [
         ({"activation_memory": "least"}, "'least' is unknown; choose one of fast, lean, minimal"),
-        ({"activation_storage": "fp8"}, "'fp8' is for activation_memory='lean', not 'fast'"),
-        ({"activation_memory": "minimal", "activation_storage": "bf16"}, "not 'minimal'"),
-        ({"activation_memory": "lean", "activation_storage": "int8"}, "one of same, bf16, fp8"),
+        ({"activation_storage": "fp8"}, "'fp8' needs activation_memory='lean'"),
+        ({"activation_memory": "minimal", "activation_storage": "fp8"}, "needs .*='lean'"),
+        ({"activation_memory": "lean", "activation_storage": "bf16"}, "'bf16' .*one of same, fp8"),
         (
             {
                 "activation_memory": "lean",
@@ -193,7 +191,7 @@ def test_on_ranks():
 
 def lean_with_wire_formats():
     x, target, rows = tokens_of(dtype=torch.float32)
-    for storage, degree in (("same", 1), ("bf16", 2), ("fp8", 1)):
+    for storage, degree in (("same", 2), ("fp8", 1)):
         exchange = ExchangeConfig(wire="bf16", overlap_degree=degree)
         memory = {"activation_memory": "lean", "activation_storage": storage}
         fast, lean = (

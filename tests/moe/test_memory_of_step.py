@@ -24,8 +24,8 @@ CASES = {
     "gated": {"hidden_dim": 128, "expert_network": "swiglu", "capacity_factor": 1.0},
     "shared": {"hidden_dim": 64, "shared_expert_dim": 128, "capacity_factor": 1.0},
     "lean": {"hidden_dim": 128, "capacity_factor": 1.0, "activation_memory": "lean"},
-    "lean, bf16": {
-        "hidden_dim": 128, "activation_memory": "lean", "activation_storage": "bf16",
+    "lean, fp8": {
+        "hidden_dim": 128, "activation_memory": "lean", "activation_storage": "fp8",
         "expert_network": "swiglu",
     },
     "null experts": {"hidden_dim": 128, "capacity_factor": 1.0, "null_experts": 4},

@@ -230,7 +230,7 @@ PARENTS = {
     "moe_top_groups": ("2", "--moe-num-expert-groups 2 --moe-second-expert-policy all"),
     "moe_group_score": ("max", "--moe-num-expert-groups 2 --moe-second-expert-policy all"),
     "moe_load_importance_loss": ("", "--moe-gate-noise 1"),
-    "moe_activation_storage": ("bf16", "--moe-activation-memory lean"),
+    "moe_activation_storage": ("fp8", "--moe-activation-memory lean"),
     "moe_shared_expert_gate": ("", "--moe-shared-expert-ffn-dim 8"),
     "moe_balance_tolerance": ("2", "--moe-balance-ranks"),
     "moe_balance_min_rows": ("2", "--moe-balance-ranks"),

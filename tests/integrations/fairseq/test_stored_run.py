@@ -15,6 +15,8 @@ from helpers.distributed import run_ranks
 from helpers.training import make_batch, make_trainer, own_batches, record_updates
 
 from fairseq_tutel import picture
+from fairseq_tutel.checkpoint import load_for_rank, save_set
+from fairseq_tutel.checkpoint.state import with_options
 from fairseq_tutel.plan.compose import load_config
 
 DATA = Path(__file__).parent / "data_204ed4b"
@@ -61,8 +63,15 @@ def test_a_set_and_its_config_resume_with_the_same_options(checkpoint):
     assert losses == pytest.approx(_expected()["losses"], rel=1e-4)
 
 
-def test_a_set_is_evaluated_with_its_own_options(checkpoint):
-    assert _evaluated(checkpoint) == pytest.approx(_expected()["evaluated"], rel=1e-4)
+def test_a_set_is_evaluated_with_its_own_options(checkpoint, tmp_path):
+    """Also one that has options which are gone."""
+    gone = {"moe_update_in_backward": True, "moe_activation_memory": "lean"}
+    gone |= {"moe_activation_storage": "bf16"}
+    state = load_for_rank(checkpoint, rank=0, world_size=1)
+    later = str(tmp_path / "later.pt")
+    save_set(later, with_options(state, gone), num_rank_files=1)
+    for path in (checkpoint, later):
+        assert _evaluated(path) == pytest.approx(_expected()["evaluated"], rel=1e-4)
 
 
 def test_logs_are_drawn(tmp_path):

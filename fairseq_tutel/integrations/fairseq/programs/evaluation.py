@@ -113,6 +113,8 @@ def with_options_of_today(
         for name in set(task) - set(known.__dataclass_fields__ if known else task):
             del task[name]
         use_present_names(model)
+        if model.get("moe_activation_storage") == "bf16":  # removed; evaluation keeps nothing
+            model.moe_activation_storage = "same"
         for name in set(arg_overrides) & _options() - set(model):
             # fairseq overwrites present options only, and older checkpoints lack newer ones
             model[name] = None
