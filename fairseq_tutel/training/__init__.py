@@ -6,7 +6,7 @@ the same order, unless its docstring says otherwise. README.md in this folder li
 purpose; ``scripts/examples/plain_pytorch.py`` is a complete loop.
 """
 
-from .aux_losses import AuxLosses, collect_aux, end_update, update_load_bias, update_load_biases
+from .aux_losses import AuxLosses, collect_aux, end_update, update_load_bias
 from .choices import record_choices, replay_choices
 from .data_parallel import (
     expert_parameters,
@@ -71,7 +71,6 @@ __all__ = [
     "shard_dense",
     "shard_optimizer",
     "update_load_bias",
-    "update_load_biases",
     "whole_optimizer_state",
     "wrap_data_parallel",
 ]

@@ -1,6 +1,6 @@
 """Reports of a model's MoE layers (losses, counts, metrics), if the model does not return them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -185,11 +185,7 @@ def end_update(model: nn.Module) -> None:
         layer.update_load.reset()
 
 
-def update_load_bias(
-    model: nn.Module,
-    passes: Sequence[AuxLosses],
-    held_back: Mapping[str, torch.Tensor] | None = None,
-) -> None:
+def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
     """Move the load biases of a model's MoE layers after an optimizer step. Collective.
 
     Do not call it for a step that was skipped, for example by a GradScaler after an overflow.
@@ -206,8 +202,6 @@ def update_load_bias(
             ``"quantile"`` move, unless no pass called the layer.
         passes (list of AuxLosses): results of :func:`collect_aux` for all passes of the step.
             Passes without gradient do not count; several calls of a layer are summed.
-        held_back (dict): fixed biases [E] by layer name and a dot (default None: none), from
-            :func:`fairseq_tutel.checkpoint.growth.held_back` after ``checkpoint grow --exact``.
 
     Raises:
         ValueError: no pass has counts, as in evaluation, or no layer has such a bias.
@@ -226,8 +220,9 @@ def update_load_bias(
         sum((counts[name] for counts in counts_L if name in counts), zero_counts(layer.gate))
         for name, layer in moving.items()
     ]
-    held_L = [(held_back or {}).get(f"{name}." if name else "") for name in moving]
-    update_load_biases(moving.values(), _sum_over_ranks(sums_L), held_L)
+    for layer, counts in zip(moving.values(), _sum_over_ranks(sums_L), strict=True):
+        gate: Any = layer.gate
+        gate.update_load_bias(counts)
 
 
 def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -235,20 +230,3 @@ def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     total = torch.cat([counts.flatten().long() for counts in counts_L])
     parts = sum_tensor_over_ranks_(total).split([counts.numel() for counts in counts_L])
     return [part.view(counts.shape) for part, counts in zip(parts, counts_L, strict=True)]
-
-
-def update_load_biases(
-    layers: Iterable[moe.MoELayer],
-    counts_L: Iterable[torch.Tensor],
-    held_L: Iterable[torch.Tensor | None],
-) -> None:
-    """Move the load biases by counts that are summed over ranks and passes; not collective.
-
-    Args:
-        layers (iterable of MoELayer): the layers to change.
-        counts_L (iterable of Tensor): each layer's counts, as ``gate.update_load_bias`` takes them.
-        held_L (iterable): each layer's fixed biases [E], or None.
-    """
-    for layer, counts, held_E in zip(layers, counts_L, held_L, strict=True):
-        gate: Any = layer.gate
-        gate.update_load_bias(counts, held_E)

@@ -132,10 +132,6 @@ def test_the_flags_to_continue_training_with_are_printed(saved, tmp_path, caplog
     caplog.set_level("INFO", "fairseq_tutel")
     for change, words in (
         (lambda out: grow(saved, out, 8), "--moe-expert-count 8"),
-        (
-            lambda out: grow(saved, out, 8, ramp=10),
-            "--moe-expert-count 8 --moe-second-expert-policy all --moe-load-bias quantile",
-        ),
         (lambda out: shrink(saved, out, 2), "--moe-expert-count 2"),
     ):
         caplog.clear()
@@ -176,15 +172,6 @@ def test_a_target_that_exists_is_refused_before_experts_are_read(saved, tmp_path
         file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="there.pt: exists; use --force to replace it"):
         change(saved, str(tmp_path / "there.pt"))
-
-
-def test_a_set_whose_experts_are_held_back_does_not_grow_further(saved, tmp_path):
-    held = grow(saved, str(tmp_path / "held.pt"), 8, ramp=100)
-    bias = read_set(held).shared_state()["model"]["decoder.layers.1.moe_layer.gate.load_bias"]
-    assert bias.tolist() == [0, -999] * 4
-    for change in (grow, shrink):
-        with pytest.raises(CheckpointError, match="7 updates .* under way until update 107"):
-            change(held, str(tmp_path / "x.pt"), 12 if change is grow else 4)
 
 
 @pytest.mark.parametrize("interruption", [OSError, Killed])

@@ -5,18 +5,7 @@ which changes keep the function, and why.
 """
 
 from .dense import to_dense
-from .grow import grow, shrink, why_inexact
-from .history import Growth, held_back, history_of
+from .grow import grow, shrink
 from .upcycle import Upcycling, upcycle
 
-__all__ = [
-    "Growth",
-    "Upcycling",
-    "grow",
-    "held_back",
-    "history_of",
-    "shrink",
-    "to_dense",
-    "upcycle",
-    "why_inexact",
-]
+__all__ = ["Upcycling", "grow", "shrink", "to_dense", "upcycle"]

@@ -11,7 +11,7 @@ from ..layout import CheckpointError, check_same, count_rank_files, form
 from ..reader import SetReader, read_set
 from ..state import GROWTH, with_options
 from ..store import Experts, refuse_target, write_set
-from .history import Growth, history_of, updates_done
+from .history import Growth, history_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,6 @@ def open_sparse(path: str, dst: str | None, force: bool) -> SetReader:
     source = read_set(path)
     if not source.num_experts:
         raise CheckpointError(f"{path}: is dense; `upcycle` makes experts of its FFNs")
-    done = updates_done(source.shared)
-    for entry in history_of(source.shared):
-        if entry.left(done) > 0:
-            raise CheckpointError(
-                f"{path}: after {done} updates its last growth is under way until update "
-                f"{entry.update + entry.ramp}: train until then first"
-            )
     return source
 
 
@@ -77,8 +70,7 @@ def write_change(
     if isinstance(extra := state.get("extra_state"), Mapping):
         kept = {name: each for name, each in extra.items() if name not in _FOR_NUM_EXPERTS}
         state["extra_state"] = kept
-    earlier = [{**asdict(each), "ramp": 0, "held": {}} for each in history_of(state)]
-    state[GROWTH] = [*earlier, asdict(entry)]
+    state[GROWTH] = [asdict(each) for each in (*history_of(state), entry)]
     if ranks is not None:
         try:
             count_rank_files(entry.after, ranks)

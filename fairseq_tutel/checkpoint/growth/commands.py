@@ -63,10 +63,6 @@ def _add_growing(parser: argparse.ArgumentParser) -> None:
     add("--num-experts", type=_POSITIVE, required=True, metavar="E2", help="experts of the new set")
     add("--by", choices=("uniform", "load"), default="uniform", help="copy each expert equally "
         "often, or the most loaded first (default: uniform)")  # fmt: skip
-    add("--exact", action="store_true", help="keep the function: the load bias holds the new "
-        "experts back at first, and lets them in while training")  # fmt: skip
-    add("--moe-growth-updates", type=_POSITIVE, default=1000, metavar="N", help="with --exact: "
-        "updates over which the new experts come in (default: 1000)")  # fmt: skip
     add("--noise", type=in_range(float, at_least(0)), default=0.01, metavar="X", help="standard "
         "deviation of the noise on the router rows of copies, relative to that of all rows "
         "(default: 0.01)")  # fmt: skip
@@ -90,9 +86,8 @@ def _run(args: argparse.Namespace) -> str:
         return upcycle(args.path, args.out, Upcycling(**how), **common)
     common["load"] = args.load
     if args.command == "grow":
-        ramp = args.moe_growth_updates if args.exact else 0
         how = {"by": args.by, "noise": args.noise, "seed": args.seed}
-        return grow(args.path, args.out, args.num_experts, ramp=ramp, **how, **common)
+        return grow(args.path, args.out, args.num_experts, **how, **common)
     if args.dense and args.ranks:
         raise CheckpointError(f"--ranks {args.ranks}: a dense model is one file")
     if args.dense:

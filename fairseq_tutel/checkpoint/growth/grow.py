@@ -1,19 +1,15 @@
 """More experts or fewer: a set whose experts are chosen from another set."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..layout import CheckpointError
 from ..state import MODEL, NAMED_STATE, OPTIMIZER, options_of
 from .change import open_sparse, write_change
-from .history import Growth, held_back_by, updates_done
+from .history import Growth, updates_done
 from .selection import Choice, Selection, copies, even_load, most_loaded, read_load, repeated
-
-logger = logging.getLogger(__name__)
 
 _LOAD_BIAS, _MASTER = "load_bias", "fp32_weight"
 
@@ -25,7 +21,6 @@ def grow(
     *,
     by: str = "uniform",
     load: str | None = None,
-    ramp: int = 0,
     noise: float = 0.01,
     seed: int = 1,
     ranks: int | None = None,
@@ -41,8 +36,6 @@ def grow(
         by: ``uniform`` copies each expert equally often; ``load`` copies the most loaded first, in
             each layer separately.
         load: the run's ``expert_load.jsonl``; None: the one beside ``src``.
-        ramp: updates over which the copies come in, so that the function starts unchanged: a load
-            bias holds them back (:mod:`.history`); 0: at once.
         noise: standard deviation of the noise on a copy's router row, relative to that of all rows.
         seed: seed of the noise.
         ranks: W of the new set; None: as many as ``src`` has rank files.
@@ -54,28 +47,16 @@ def grow(
         raise CheckpointError(
             f"{src}: has {source.num_experts} experts, {num_experts} are not more (see `shrink`)"
         )
-    model_options = options_of(source.shared)
-    if ramp and not model_options:
-        logger.warning("%s does not say K: with K = 1 the start is not exact", src)
-    if ramp and (reason := why_inexact(model_options)):
-        raise CheckpointError(f"{src}: {reason}: leave out --exact")
     loads = read_load(source, load) if by == "load" else even_load(source)
     chosen = Selection(source, {layer: copies(each, num_experts) for layer, each in loads.items()})
     new = {layer: repeated(experts) for layer, experts in chosen.choice.items()}
     shared = chosen.shared_state()
     _add_noise(chosen, shared, new, noise, seed)
-    options: dict[str, Any] = {"moe_expert_count": num_experts}
-    if ramp:
-        shared[MODEL] = _hold_back(chosen, shared[MODEL], new)
-        options["moe_second_expert_policy"] = "all"
-        if str(model_options.get("moe_load_bias") or "none") == "none":
-            options["moe_load_bias"] = "quantile"
     how = "copies of the most loaded" if by == "load" else "copies of each in turn"
-    held = new if ramp else {}
-    entry = Growth("grow", how, source.num_experts, num_experts, updates_done(shared), ramp, held)
+    entry = Growth("grow", how, source.num_experts, num_experts, updates_done(shared))
     return write_change(
         dst, source, shared, chosen.experts, entry,
-        ranks=ranks, options=options, force=force, in_place=in_place,
+        ranks=ranks, options={"moe_expert_count": num_experts}, force=force, in_place=in_place,
     )  # fmt: skip
 
 
@@ -107,18 +88,6 @@ def shrink(
     )  # fmt: skip
 
 
-def why_inexact(options: Mapping[str, Any]) -> str:
-    """Return why held back experts change the function of a model with these options, or ""."""
-    top_k = 1 if options.get("moe_top1_expert") else options.get("moe_top_k") or 2
-    softmax = str(options.get("moe_score_function") or "softmax") == "softmax"
-    if softmax and (top_k == 1 or options.get("moe_unnormalized_weights")):
-        return (
-            "with K = 1 or --moe-unnormalized-weights a weight is the softmax over all experts, so "
-            "that new experts change the function even while they are held back"
-        )
-    return ""
-
-
 def _add_noise(
     grown: Selection, shared: Mapping[str, Any], new: Choice, noise: float, seed: int
 ) -> None:
@@ -134,13 +103,3 @@ def _add_noise(
         drawn = torch.randn((len(copied), *rows.shape[1:]), generator=generator)
         exact[copied] += (noise * float(exact.double().std()) * drawn).to(exact.dtype)
         rows[copied] = exact[copied].to(rows.dtype)
-
-
-def _hold_back(grown: Selection, model: Mapping[str, Any], held: Choice) -> dict[str, Any]:
-    """Return the model with a load bias that keeps these experts out of the K best."""
-    changed = dict(model)
-    for layer, numbers in held.items():
-        name = f"{layer}gate.{_LOAD_BIAS}"
-        bias: Tensor = model.get(name, torch.zeros(grown.num_experts + grown.num_nulls))
-        changed[name] = bias.index_fill(0, torch.tensor(numbers), held_back_by(1.0))
-    return changed

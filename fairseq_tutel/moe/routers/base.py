@@ -84,33 +84,22 @@ class Router(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def update_load_bias(
-        self, counts: torch.Tensor, held_back_E: torch.Tensor | None = None
-    ) -> None:
+    def update_load_bias(self, counts: torch.Tensor) -> None:
         """Move the bias on the selection of experts (:mod:`..load_bias`).
 
-        ``counts`` are an update's ``bias_counts``, summed over its forward passes and all ranks;
-        ``held_back_E``, fp32, is the fixed bias of experts that a growth holds back, nan for the
-        others, among which the load is balanced.
+        ``counts`` are an update's ``bias_counts``, summed over its forward passes and all ranks.
         """
         bias_E = self.load_bias
         if bias_E is None or not self.config.moves_load_bias:
             raise ValueError(
                 f"load_bias={self.config.load_bias!r} does not move: give 'sign' or 'quantile'"
             )
-        moves_E = torch.ones_like(bias_E, dtype=torch.bool)
-        if held_back_E is not None:
-            held_back_E = held_back_E.to(bias_E.device)
-            moves_E = held_back_E.isnan()
         if self.config.load_bias == "sign":
-            moved_E = sign_bias(bias_E[moves_E], counts[moves_E], self.config.load_bias_rate)
+            moved_E = sign_bias(bias_E, counts, self.config.load_bias_rate)
         else:
-            moved_E = quantile_bias(bias_E[moves_E], counts[moves_E])
-        if held_back_E is not None:
-            bias_E.copy_(held_back_E)
+            moved_E = quantile_bias(bias_E, counts)
         # without counts no pass called the layer
-        moved_E = torch.where(counts.any(), moved_E.to(bias_E.dtype), bias_E[moves_E])
-        bias_E[moves_E] = moved_E
+        bias_E.copy_(torch.where(counts.any(), moved_E.to(bias_E.dtype), bias_E))
 
     def check_updates(self) -> None:
         """Warn once if training goes on without calls of :meth:`update_load_bias`."""

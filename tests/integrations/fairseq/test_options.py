@@ -235,7 +235,6 @@ PARENTS = {
     "moe_balance_tolerance": ("2", "--moe-balance-ranks"),
     "moe_balance_min_rows": ("2", "--moe-balance-ranks"),
     "moe_lora_alpha": ("4", "--moe-lora-rank 2"),
-    "moe_growth_updates": ("9", "--moe-grow-at 9:16"),
     "moe_tune_steps": ("3", "--moe-exchange auto"),
     "moe_tune_max_loss": ("0.5", "--moe-exchange auto"),
     "moe_trace_interval": ("2", "--moe-trace folder"),

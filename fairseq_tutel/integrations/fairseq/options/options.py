@@ -63,12 +63,6 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
     moe_grow_at: Optional[str] = _size(
         None, "UPDATE:E: continue with E experts after that update; needs the launcher"
     )
-    moe_growth_updates: int = _size(
-        0,
-        "> 0: --moe-grow-at keeps the model's function; new experts come in over so many updates",
-        at_least(0),
-        needs=["moe_grow_at"],
-    )
     moe_expert_ffn_dim: Optional[int] = _size(
         None,
         "hidden dimension of the experts (default: that of dense layers; Meta's code ignores it)",

@@ -120,7 +120,7 @@ class CheckpointMixin:
             self._resume_logs(state["extra_state"])
         elif not reset_optimizer:
             logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
-        self.growth.resume(state, self.get_num_updates())
+        self.growth.resume(state)
         self._optim_history = history
         self._convert_position(state)
         extra_state = state["extra_state"]

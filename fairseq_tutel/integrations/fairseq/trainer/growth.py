@@ -8,20 +8,19 @@ builds the model for the set that is found. A run that was killed before grows a
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from omegaconf import open_dict
 
 from ....checkpoint import read_set, set_exists
-from ....checkpoint.growth import Growth, grow, held_back, history_of, why_inexact
-from ....checkpoint.state import GROWTH, options_of
+from ....checkpoint.growth import grow
+from ....checkpoint.state import GROWTH
 from ....command_line import RESTARTS
 from ....config import GrowAt, exchange_size
 from ....distributed import possible_r, slice_size
 from ....moe.memory import StepMemory
-from ....moe.model import moe_layers
 from ....training import all_ranks
 
 logger = logging.getLogger(__name__)
@@ -32,8 +31,7 @@ class RunGrowth:
 
     def __init__(self, cfg: Any, model: torch.nn.Module):
         self.grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
-        self.ramp = getattr(cfg.model, "moe_growth_updates", 0)
-        self.history: list[Growth] = []  # of the set that the run started from
+        self.history: list[dict[str, Any]] = []  # of the set that the run started from
         self._model, self._memory_checked = model, False
         if self.grow_at is not None:
             _check(cfg, model, self.grow_at)
@@ -59,29 +57,15 @@ class RunGrowth:
         """Write the grown set in place of the saved one. Collective."""
         wanted = self.grow_at.num_experts
         logger.info("--moe-grow-at %s: growing %s to %d experts", self.grow_at, path, wanted)
-        all_ranks().run_on_first(
-            f"growing {path}", lambda: grow(path, path, wanted, ramp=self.ramp, in_place=True)
-        )
+        all_ranks().run_on_first(f"growing {path}", lambda: grow(path, path, wanted, in_place=True))
 
     def state(self) -> dict[str, Any]:
         """Return entries for a checkpoint."""
-        return {GROWTH: [asdict(entry) for entry in self.history]} if self.history else {}
+        return {GROWTH: self.history} if self.history else {}
 
-    def resume(self, state: Mapping[str, Any], update: int) -> None:
-        """Take a checkpoint's history; a ramp starts again if the run counts its updates anew."""
-        self.history = [
-            entry if entry.update <= update else replace(entry, update=update)
-            for entry in history_of(state)
-        ]
-
-    def held_back(self, update: int) -> list[torch.Tensor | None]:
-        """Return each layer's biases of held back experts, or None, in the model's order."""
-        layers = list(self._model.moe_layers.values())
-        held = held_back(self.history, update, layers[0].config.num_outputs)
-        if held is None:  # as in almost every update of almost every run
-            return [None] * len(layers)
-        names = {id(layer): f"{name}." for name, layer in moe_layers(self._model).items()}
-        return [held.get(names[id(layer)]) for layer in layers]
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take a checkpoint's history, which the run's own checkpoints repeat."""
+        self.history = state.get(GROWTH) or []
 
 
 def follow_set(cfg: Any) -> None:
@@ -125,12 +109,6 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
         _check_placement(cfg, model, grow_at.num_experts)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
-    if cfg.model.moe_growth_updates:
-        flag += f" --moe-growth-updates {cfg.model.moe_growth_updates}"
-        if reason := why_inexact(options_of({"cfg": {"model": cfg.model}})):
-            raise ValueError(f"{flag}: {reason}: leave out --moe-growth-updates, or use K > 1")
-        if any(layer.config.load_bias == "none" for layer in model.moe_layers.values()):
-            raise ValueError(f"{flag} needs a load bias: give --moe-load-bias quantile")
 
 
 def _check_placement(cfg: Any, model: torch.nn.Module, num_experts: int) -> None:

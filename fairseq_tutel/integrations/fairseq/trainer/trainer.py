@@ -10,7 +10,7 @@ from omegaconf import open_dict
 from ....config.options import as_flag, check_needs
 from ....distributed import copies_of, is_expert, process_world
 from ....moe.model import moe_layers
-from ....training import expert_grad_sq_norm, update_load_biases
+from ....training import expert_grad_sq_norm
 from ..criterions import CRITERIONS, MoECriterion
 from ..criterions.moe_criterion import join_passes, logged_passes
 from ..options.held_experts import refuse_in_training
@@ -228,8 +228,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
                 f"{self.cfg.model.moe_router!r} does not"
             )
         counts = sum(log["moe_bias_counts"] for log in logging_outputs)
-        held = self.growth.held_back(self.get_num_updates())
-        update_load_biases(self._model.moe_layers.values(), counts, held)
+        for layer, layer_counts in zip(self._model.moe_layers.values(), counts, strict=True):
+            layer.gate.update_load_bias(layer_counts)
 
 
 def _prepare_config(cfg, model) -> None:
