@@ -74,7 +74,7 @@ def test_error_and_gradients(network, factor, top_k, memory, way, backend):
     """The gradients are of bf16's size of error: they multiply what was not rounded to fp8."""
     backend("torch")
     low, exact = layers(network, capacity_factor=factor, top_k=top_k)
-    low.experts.keep(ops.ActivationMemory(memory))
+    low.experts.memory = ops.ActivationMemory(memory)
     x = torch.randn(16, M)
     wide = x.double().requires_grad_()
     want = exact(wide)

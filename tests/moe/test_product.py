@@ -225,10 +225,9 @@ def build(cell):
         gated = "swiglu" in cell.network
         options = {"expert_options": {"bias": True}} if gated else {}
         given |= {"hidden_dim": H, "expert_network": cell.network, **options}
-    exchange = ExchangeConfig(
-        "linear", overlap_degree=cell.degree, r=r,
-        balance_ranks=cell.helped, balance_tolerance=1.0, balance_min_rows=int(cell.helped),
-    )  # fmt: skip
+    helped = {"balance_ranks": True, "balance_tolerance": 1.0, "balance_min_rows": 1}
+    more = helped if cell.helped else {}
+    exchange = ExchangeConfig("linear", overlap_degree=cell.degree, r=r, **more)
     factor = float(experts) if cell.padded else 0.0
     factors = {"capacity_factor": factor, "eval_capacity_factor": factor}
     given |= {"groups": groups, "exchange": exchange, "top_k": min(K, experts), **factors}

@@ -24,13 +24,14 @@ SLICED = ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"]
 @pytest.fixture(autouse=True)
 def experts_as_on_a_gpu(monkeypatch):
     """Where the values after the activation are kept, too; a CPU computes them again."""
-    forward = torch_backend.expert_ffn_fwd
+    forward = torch_backend.network_fwd
 
-    def keeping(rows, *params, **options):
-        out, hidden, _ = forward(rows, *params, **options)
-        return out, hidden, hidden.new_empty(len(hidden), params[2].shape[2])
+    def keeping(source, params, **options):
+        out, kept = forward(source, params, **options)
+        active = kept.hidden.new_empty(len(kept.hidden), params[2].shape[2])
+        return out, kept._replace(active=active)
 
-    monkeypatch.setattr(torch_backend, "expert_ffn_fwd", keeping)
+    monkeypatch.setattr(torch_backend, "network_fwd", keeping)
 
 
 @pytest.mark.parametrize(
