@@ -35,14 +35,7 @@ setup(
     ],
     packages=find_packages(include=["fairseq_tutel", "fairseq_tutel.*"]),
     # fairseq_tutel/configs is a link to configs/
-    package_data={
-        "fairseq_tutel": [
-            "py.typed",
-            "configs/*.yaml",
-            "configs/hardware/*.yaml",
-            "plan/claims/*.json",
-        ]
-    },
+    package_data={"fairseq_tutel": ["py.typed", "configs/*.yaml", "configs/hardware/*.yaml"]},
     # fairseq only looks for a --user-dir among real files.
     zip_safe=False,
     python_requires=">=3.10",

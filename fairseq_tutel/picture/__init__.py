@@ -99,52 +99,6 @@ def _figure(panels: int, height: float = 2.4):
     return figure, grid
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line, or a set of points, of a chart."""
-
-    label: str  # in the legend
-    points: Sequence[tuple[float, float]]  # (x, y), in order
-    style: str = "-"  # matplotlib's format without a colour
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines over logarithmic axes."""
-
-    title: str
-    xlabel: str
-    ylabel: str
-    lines: Sequence[Line]
-    ticks: dict[float, str]  # x -> its label
-
-
-def draw_chart(chart: Chart, picture: Path) -> None:
-    """Draw the lines that have points."""
-    from matplotlib.ticker import FuncFormatter
-
-    figure, (axes,) = _figure(1, 3.6)
-    for number, line in enumerate(chart.lines):
-        if line.points:
-            color = _COLORS[number % len(_COLORS)]
-            axes.plot(*zip(*line.points, strict=True), line.style, color=color, label=line.label)
-    axes.set(xscale="log", yscale="log", xlabel=chart.xlabel, ylabel=chart.ylabel)
-    axes.set_title(chart.title, fontsize="medium")
-    axes.set_xticks(list(chart.ticks), list(chart.ticks.values()))
-    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    bottom, top = axes.get_ylim()
-    digits = "12345678" if top < 10 * bottom else "125"
-
-    def shown(y: float, _: int) -> str:
-        text = f"{y:,.0f}" if y >= 1000 else f"{y:g}"
-        return text if f"{y:e}"[0] in digits else ""
-
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter(FuncFormatter(shown))
-    axes.legend(fontsize="small")
-    figure.savefig(picture, dpi=110)
-
-
 def draw_loss(curves: Curves, picture: Path) -> None:
     """Draw the cross-entropy over updates, with the perplexity on the right."""
     figure, (axes,) = _figure(1, 3.2)

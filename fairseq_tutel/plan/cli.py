@@ -39,9 +39,6 @@ Plan a config, or a training command with any launcher in front:
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 hardware=h200 +model.moe_wire=fp8
   python -m fairseq_tutel.plan --config-name meta_1.1t gpus=512 model.moe_expert_count=64 --best
 
-Every published claim about Tutel, recomputed:
-  python -m fairseq_tutel.plan claims [--row N]
-
 The exit status is 1, with the reason on standard error, if the run is impossible.
 """
 
@@ -74,11 +71,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the planner; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["claims"]:
-        from .claims import describe_claims
-
-        print(describe_claims(words[1:]))
-        return 0
     cut = words.index("--") if "--" in words else len(words)
     command, own_parser = words[cut + 1 :], parser()
     options = own_parser.parse_intermixed_args(words[:cut])  # keys before and behind options

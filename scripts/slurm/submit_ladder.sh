@@ -18,7 +18,7 @@
 #   --dry-run             print the sbatch commands and submit nothing
 #
 # When the jobs are done, the last line that this prints draws their points into the figures of the
-# published claims: python -m fairseq_tutel.plan claims --figures DIR/figures --measured DIR
+# published claims: python scripts/bench/claims.py --figures DIR/figures --measured DIR
 #
 # What stands after -- goes to every sbatch, as in: -- --partition gpu --account lab --time 1:00:00
 # The environment that the batch scripts read (scripts/slurm/bench.sbatch --help) is passed on.
@@ -108,5 +108,5 @@ for count in $gpus; do
     done
 done
 if ((!dry_run)); then
-    echo "figures: python -m fairseq_tutel.plan claims --figures $results/figures --measured $results"
+    echo "figures: python scripts/bench/claims.py --figures $results/figures --measured $results"
 fi

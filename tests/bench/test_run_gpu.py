@@ -10,10 +10,9 @@ import sys
 import tarfile
 from pathlib import Path
 
+import claims
 import pytest
 import torch
-
-from fairseq_tutel.plan.claims import report, rows
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench" / "run_gpu.sh"
@@ -68,12 +67,11 @@ def test_results_fill_the_column_of_the_claims(row, program, preset, tmp_path):
     path = tmp_path / f"{program}-{preset}-h100.json"
     words = ["--preset", preset, "--tiny", "--device", "cpu", "--output", str(path)]
     assert importlib.import_module(f"bench_{program}").main(words) == 0
-    claim = rows.CLAIMS[row - 1]
-    (found,) = report.measured_on_gpus(claim, tmp_path)
-    figures, _, name = found.partition(" (")
+    claim = claims.CLAIMS[row]
+    figures, _, name = claim.on_gpus(tmp_path).partition(" (")
     assert name == f"{path.name})" and claim.number == row
     assert all(float(each.removesuffix(claim.unit)) > 0 for each in figures.split(", "))
-    assert report.measured_on_gpus(rows.CLAIMS[2], tmp_path) == []
+    assert claims.CLAIMS[3].on_gpus(tmp_path) == ""
 
 
 @pytest.mark.parametrize("step", ["layer", "kernels", "swin"])

@@ -9,10 +9,10 @@ import dataclasses
 import itertools
 
 import pytest
-from plan_helpers import CONFIGS
+from claims_predictions import times_of_r
 
+from fairseq_tutel.command_line import CONFIGS
 from fairseq_tutel.plan import speed
-from fairseq_tutel.plan.claims.predictions import times_of_r
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.layer import LayerShape
 

@@ -7,16 +7,16 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from ...command_line import CONFIGS
-from ...config import EXCHANGES
-from ...distributed import possible_r
-from ..compose import load_config
-from ..dense import make_dense_plan
-from ..hardware import Hardware, load_hardware
-from ..layer import LayerShape, best_layer_time, layer_time
-from ..parameters import Parameters, count_parameters
-from ..planner import Plan, make_plan
-from ..settings import Settings, read_settings
+from fairseq_tutel.command_line import CONFIGS
+from fairseq_tutel.config import EXCHANGES
+from fairseq_tutel.distributed import possible_r
+from fairseq_tutel.plan.compose import load_config
+from fairseq_tutel.plan.dense import make_dense_plan
+from fairseq_tutel.plan.hardware import Hardware, load_hardware
+from fairseq_tutel.plan.layer import LayerShape, best_layer_time, layer_time
+from fairseq_tutel.plan.parameters import Parameters, count_parameters
+from fairseq_tutel.plan.planner import Plan, make_plan
+from fairseq_tutel.plan.settings import Settings, read_settings
 
 MIB = 2**20
 
@@ -32,10 +32,11 @@ def figure_14(gpus: int) -> LayerShape:
     return LayerShape(16384, 2048, 2048, 2 * gpus, gpus)
 
 
-def layer_speedups(time: Callable[..., float], *gpus: int) -> list[float]:
-    """Predict dense over this layer, whose time is ``time(shape, hardware)``, by GPUs."""
-    shapes = [figure_14(count) for count in gpus]
-    return [layer_time(shape, a100(), dense=True) / time(shape, a100()) for shape in shapes]
+@functools.cache
+def layer_times(gpus: int) -> tuple[float, float, float]:
+    """Predict seconds of figure 14's layer: dense; linear, no overlap; best exchange and overlap."""
+    layer = figure_14(gpus), a100()
+    return layer_time(*layer, dense=True), layer_time(*layer), best_layer_time(*layer)
 
 
 @functools.cache
@@ -52,25 +53,24 @@ def end_to_end_speedup(gpus: int) -> float:
     return dense.time.total / this.time.total
 
 
-def hierarchical_speedup() -> list[float]:
-    """Predict linear over 2DH for 1 MiB per GPU on 2,048 GPUs."""
-    linear, two = (EXCHANGES.get(n).predict(MIB, 2048, a100()) for n in ("linear", "2dh"))
-    return [linear / two]
+def linear_over_2dh(size: int, gpus: int) -> float:
+    """Predict the linear all-to-all's time over that of 2DH for ``size`` bytes of each GPU."""
+    linear, two = (EXCHANGES.get(n).predict(size, gpus, a100()) for n in ("linear", "2dh"))
+    return linear / two
 
 
-def adaptive_parallelism() -> list[float]:
+def adaptive_parallelism() -> float:
     """Predict r = 1 over the best r, largest over the capacity factors of figure 12.
 
     64 A100, 16 experts, D = 2048, H = 32768, 1024 tokens per GPU, capacity factors 1 to 8; top-2,
     fp32 products at the 71 TFLOP/s of table 2, gradients of gathered weights scattered by rings.
     """
     hardware = dataclasses.replace(a100(), fp32_flops=71e12, matmul_efficiency=1.0)
-    gains = []
-    for factor in (1, 2, 4, 8):
-        shape = LayerShape(1024, 2048, 32768, 16, 64, capacity_factor=factor)
-        times = times_of_r(shape, hardware)
-        gains.append(times[1] / min(times.values()))
-    return [max(gains)]
+    shape = LayerShape(1024, 2048, 32768, 16, 64)
+    shapes = [dataclasses.replace(shape, capacity_factor=factor) for factor in (1, 2, 4, 8)]
+    return max(
+        times[1] / min(times.values()) for times in (times_of_r(s, hardware) for s in shapes)
+    )
 
 
 def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
@@ -91,29 +91,33 @@ def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
 
 @functools.cache
 def _run_of_two_layers(shape: LayerShape) -> tuple[Settings, Parameters]:
-    words = [
-        "model.decoder_layers=2",
-        f"model.decoder_embed_dim={shape.model_dim}",
-        f"model.decoder_ffn_embed_dim={shape.hidden_dim}",
-        "model.decoder_attention_heads=16",
-        f"model.moe_expert_count={shape.experts}",
-        f"task.tokens_per_sample={shape.tokens}",
-        "dataset.batch_size=1",
-        "model.checkpoint_activations=false",
-        "common.fp16=false",
-        "common.memory_efficient_fp16=false",
-    ]
+    model = {
+        "decoder_layers": 2,
+        "decoder_embed_dim": shape.model_dim,
+        "decoder_ffn_embed_dim": shape.hidden_dim,
+        "decoder_attention_heads": 16,
+        "moe_expert_count": shape.experts,
+        "checkpoint_activations": "false",
+    }
+    words = [f"model.{key}={value}" for key, value in model.items()]
+    words += [f"task.tokens_per_sample={shape.tokens}", "dataset.batch_size=1"]
+    words += ["common.fp16=false", "common.memory_efficient_fp16=false"]
     settings = read_settings(load_config(CONFIGS, "meta_1.1t", words), "", gpus=shape.gpus)
     settings = settings.with_placement("sliced")
     return settings, count_parameters(settings)
 
 
+def _layer_speedup(gpus: int, case: int) -> float:
+    times = layer_times(gpus)
+    return times[0] / times[case]
+
+
 PREDICTIONS: dict[int, Callable[[], list[float]]] = {
-    1: lambda: layer_speedups(layer_time, 8, 512),  # linear exchange without overlap
-    2: lambda: [end_to_end_speedup(8), end_to_end_speedup(512)],
+    1: lambda: [_layer_speedup(gpus, 1) for gpus in (8, 512)],
+    2: lambda: [end_to_end_speedup(gpus) for gpus in (8, 512)],
     11: lambda: [89 / 72],  # a step takes as long as the busiest rank, mean over utilisation
     15: lambda: [end_to_end_speedup(512)],
-    19: adaptive_parallelism,
-    21: hierarchical_speedup,
-    22: lambda: layer_speedups(best_layer_time, 16, 2048),
+    19: lambda: [adaptive_parallelism()],
+    21: lambda: [linear_over_2dh(MIB, 2048)],
+    22: lambda: [_layer_speedup(gpus, 2) for gpus in (16, 2048)],
 }
