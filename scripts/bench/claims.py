@@ -11,16 +11,16 @@ fitted to a claim.
 
 import argparse
 import contextlib
-import functools
+import fnmatch
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from claims_figures import RESULTS, draw_figures
+from claims_figures import FIGURES, RESULTS, draw_figure
 from claims_predictions import PREDICTIONS
 from program import quiet_logs
 from record import say
@@ -31,24 +31,22 @@ WITHIN, BETTER, THERE, NOT = "within 15 %", "better, like for like", "there", "n
 _TOLERANCE = 0.15
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One measured value; claims.yaml says what the fields mean."""
+def read_value(entry: Mapping[str, Any], path: Path) -> float:
+    """Return the value of an entry of claims.yaml from a result file; LookupError if not there."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    value, over = (_find(content, entry[key]) if key in entry else 1 for key in ("path", "over"))
+    return value / over
 
-    what: str
-    file: str
-    path: Sequence[str | int]
-    value: float
-    over: Sequence[str | int] = ()
 
-    def read(self) -> float:
-        """Return the value from the result file."""
-        content = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))
-        value, over = (
-            functools.reduce(lambda part, key: part[key], keys, content)
-            for keys in (self.path, self.over)
-        )
-        return value / over if self.over else value
+def _find(content: Any, keys: Sequence[str | int]) -> float:
+    """Return the last value at these keys, each of which may be a pattern of names."""
+    found = [content]
+    for key in keys:
+        if isinstance(key, int):
+            found = [part[key] for part in found]
+        else:
+            found = [part[n] for part in found for n in part if fnmatch.fnmatchcase(n, key)]
+    return found[-1]
 
 
 @dataclass(frozen=True)
@@ -62,18 +60,15 @@ class Claim:
     unit: str = "x"
     formula: str = ""
     measured: Sequence[dict[str, Any]] = ()
+    gpu: Sequence[dict[str, Any]] = ()
     like_for_like: bool = False
     test: str = ""
     partly: bool = False
     reason: str = ""
 
-    def measurements(self) -> list[Measured]:
-        """Return what result files have of this claim."""
-        return [Measured(**entry) for entry in self.measured]
-
     def values(self) -> list[float]:
         """Return the measured figures."""
-        return [entry.value for entry in self.measurements()]
+        return [entry["value"] for entry in self.measured]
 
     def predicted(self) -> list[float]:
         """Return the predicted figures; none if the planner has no formula."""
@@ -81,11 +76,10 @@ class Claim:
 
     def on_gpus(self, results: Path = RESULTS) -> str:
         """Return what ``run_gpu.sh`` has measured of this claim; empty before a GPU's hour."""
-        name, read = _ON_GPUS.get(self.number, ("none", _only))
         found = []
-        for path in sorted(results.glob(f"{name}-*.json")):
-            with contextlib.suppress(KeyError, ValueError):  # a case did not fit, or none was run
-                values = read(json.loads(path.read_text(encoding="utf-8"))["results"])
+        for path in sorted(results.glob(f"{self.gpu[0]['file']}-*.json")) if self.gpu else ():
+            with contextlib.suppress(LookupError):  # a case did not fit, or was not reached
+                values = [read_value(entry, path) for entry in self.gpu]
                 found.append(f"{self.figures(values)} ({path.name})")
         return "; ".join(found)
 
@@ -110,43 +104,6 @@ _FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 CLAIMS = {number: Claim(number, **fields) for number, fields in _FILE.items()}
 
 
-def _only(results: dict[str, Any]) -> dict[str, Any]:
-    (found,) = results.values()
-    return found
-
-
-def _over_this(results: dict[str, Any], case: str = "dense") -> list[float]:
-    return [1 / _only(results)["this_over"][case][1]]
-
-
-def _slots(results: dict[str, Any]) -> list[float]:
-    derived = _only(results)["derived"].items()
-    return [of["times faster than torch"] for name, of in derived if "assign_slots" in name]
-
-
-def _tokens_over_dense(results: dict[str, Any]) -> list[float]:
-    derived = {name: of for point in results.values() for name, of in point["derived"].items()}
-    return [derived["moe"]["tokens/s"] / derived["dense"]["tokens/s"]]
-
-
-def _swin(results: dict[str, Any]) -> list[float]:
-    """Return training and inference, each with the most images that were measured."""
-    points = {(of["mode"], of["images"]): of["this_over"] for of in results.values()}
-    most = [max(key for key in points if key[0] == mode) for mode in ("training", "inference")]
-    return [1 / points[key]["dense formulation"][1] for key in most]
-
-
-# by row: the files of run_gpu.sh without the GPU's name, and the values in their results
-_ON_GPUS: dict[int, tuple[str, Callable[[dict[str, Any]], list[float]]]] = {
-    1: ("layer-blog-8gpu", _over_this),
-    2: ("train-meta-half-rank", _tokens_over_dense),
-    5: ("kernels-meta-1.1t", _slots),
-    13: ("swin-small-32", _swin),
-    14: ("layer-meta-1.1t", functools.partial(_over_this, case="products")),
-    22: ("layer-fig14", _over_this),
-}
-
-
 def table() -> str:
     """Return all claims as aligned lines."""
     rows = [("row", "claim", "published", "predicted", "measured here", "on a GPU", "verdict")]
@@ -166,7 +123,7 @@ def detail(claim: Claim) -> str:
         ("published", claim.figures(claim.published)),
         ("predicted", claim.figures(claim.predicted())),
         ("formula", claim.formula),
-        *((f"measured: {m.what}", f"{m.value:.3g} ({m.file})") for m in claim.measurements()),
+        *((f"measured: {m['what']}", f"{m['value']:.3g} ({m['file']})") for m in claim.measured),
         ("on a GPU", claim.on_gpus() or "not measured"),
         ("test", claim.test),
         ("verdict", claim.verdict()),
@@ -196,7 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if importlib.util.find_spec("matplotlib") is None:
         parser.exit(1, f"{parser.prog}: error: matplotlib is missing: pip install matplotlib\n")
-    for path in draw_figures(folder, ladder, CLAIMS):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in FIGURES.items():
+        path = folder / f"claims-{name}.png"
+        draw_figure(make(CLAIMS, ladder), path)
         say(str(path))
     return 0
 

@@ -19,12 +19,7 @@ from fairseq_tutel.plan.planner import Plan, make_plan
 from fairseq_tutel.plan.settings import Settings, read_settings
 
 MIB = 2**20
-
-
-@functools.cache
-def a100() -> Hardware:
-    """Return the profile of the published machines: nodes of 8 A100 of 80 GB."""
-    return load_hardware(CONFIGS, "a100-80g")
+A100 = load_hardware(CONFIGS, "a100-80g")  # the published machines: nodes of 8, of 80 GB
 
 
 def figure_14(gpus: int) -> LayerShape:
@@ -34,8 +29,8 @@ def figure_14(gpus: int) -> LayerShape:
 
 @functools.cache
 def layer_times(gpus: int) -> tuple[float, float, float]:
-    """Predict seconds of figure 14's layer: dense; linear, no overlap; best exchange and overlap."""
-    layer = figure_14(gpus), a100()
+    """Predict seconds of figure 14's layer: dense; linear, no overlap; best exchange, overlap."""
+    layer = figure_14(gpus), A100
     return layer_time(*layer, dense=True), layer_time(*layer), best_layer_time(*layer)
 
 
@@ -44,7 +39,7 @@ def end_to_end_plans(gpus: int) -> tuple[Plan, Plan]:
     """Plan the 1.1T model with one expert per GPU: the dense formulation, and this package."""
     config = load_config(CONFIGS, "meta_1.1t", [f"model.moe_expert_count={gpus}"])
     settings = read_settings(config, "meta_1.1t", gpus=gpus)
-    return make_dense_plan(settings, a100()), make_plan(settings, a100())
+    return make_dense_plan(settings, A100), make_plan(settings, A100)
 
 
 def end_to_end_speedup(gpus: int) -> float:
@@ -55,7 +50,7 @@ def end_to_end_speedup(gpus: int) -> float:
 
 def linear_over_2dh(size: int, gpus: int) -> float:
     """Predict the linear all-to-all's time over that of 2DH for ``size`` bytes of each GPU."""
-    linear, two = (EXCHANGES.get(n).predict(size, gpus, a100()) for n in ("linear", "2dh"))
+    linear, two = (EXCHANGES.get(n).predict(size, gpus, A100) for n in ("linear", "2dh"))
     return linear / two
 
 
@@ -65,12 +60,13 @@ def adaptive_parallelism() -> float:
     64 A100, 16 experts, D = 2048, H = 32768, 1024 tokens per GPU, capacity factors 1 to 8; top-2,
     fp32 products at the 71 TFLOP/s of table 2, gradients of gathered weights scattered by rings.
     """
-    hardware = dataclasses.replace(a100(), fp32_flops=71e12, matmul_efficiency=1.0)
+    hardware = dataclasses.replace(A100, fp32_flops=71e12, matmul_efficiency=1.0)
     shape = LayerShape(1024, 2048, 32768, 16, 64)
-    shapes = [dataclasses.replace(shape, capacity_factor=factor) for factor in (1, 2, 4, 8)]
-    return max(
-        times[1] / min(times.values()) for times in (times_of_r(s, hardware) for s in shapes)
-    )
+    gains = []
+    for factor in (1, 2, 4, 8):
+        times = times_of_r(dataclasses.replace(shape, capacity_factor=factor), hardware)
+        gains.append(times[1] / min(times.values()))
+    return max(gains)
 
 
 def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
@@ -91,17 +87,12 @@ def times_of_r(shape: LayerShape, hardware: Hardware) -> dict[int, float]:
 
 @functools.cache
 def _run_of_two_layers(shape: LayerShape) -> tuple[Settings, Parameters]:
-    model = {
-        "decoder_layers": 2,
-        "decoder_embed_dim": shape.model_dim,
-        "decoder_ffn_embed_dim": shape.hidden_dim,
-        "decoder_attention_heads": 16,
-        "moe_expert_count": shape.experts,
-        "checkpoint_activations": "false",
-    }
-    words = [f"model.{key}={value}" for key, value in model.items()]
-    words += [f"task.tokens_per_sample={shape.tokens}", "dataset.batch_size=1"]
-    words += ["common.fp16=false", "common.memory_efficient_fp16=false"]
+    words = (
+        "model.decoder_layers=2 model.decoder_attention_heads=16 dataset.batch_size=1 "
+        f"model.decoder_embed_dim={shape.model_dim} model.decoder_ffn_embed_dim={shape.hidden_dim} "
+        f"model.moe_expert_count={shape.experts} task.tokens_per_sample={shape.tokens} "
+        "model.checkpoint_activations=false common.fp16=false common.memory_efficient_fp16=false"
+    ).split()
     settings = read_settings(load_config(CONFIGS, "meta_1.1t", words), "", gpus=shape.gpus)
     settings = settings.with_placement("sliced")
     return settings, count_parameters(settings)

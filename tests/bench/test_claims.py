@@ -17,8 +17,9 @@ PAGE = claims.RESULTS / "CLAIMS.md"
 
 def test_measured_values_are_those_of_the_files():
     for claim in claims.CLAIMS.values():
-        for entry in claim.measurements():
-            assert entry.read() == pytest.approx(entry.value, rel=1e-3), (claim, entry.file)
+        for entry in claim.measured:
+            found = claims.read_value(entry, claims.RESULTS / entry["file"])
+            assert found == pytest.approx(entry["value"], rel=1e-3), (claim, entry["file"])
 
 
 def test_tests_that_claims_name_exist():
@@ -83,7 +84,7 @@ def test_figures_have_predicted_lines_published_points_and_those_of_a_ladder(tmp
         figure = make(claims.CLAIMS, ladder)
         kind = "MEASURED" if name == "layer-tokens" else "PREDICTED"
         assert figure.title.startswith(kind)
-        lines = {label: points for label, points, _ in figure.lines}
+        lines = {label: list(points) for label, points, _ in figure.lines}
         found[name] = {label: points for label, points in lines.items() if "cluster" in label}
         assert sum("predicted" in label for label in lines)
     measured = {name: [points for points in of.values()] for name, of in found.items()}
@@ -116,7 +117,7 @@ def test_figures_are_drawn_and_shown_on_the_page(tmp_path, capsys):
 
 def test_a_layers_exchange_is_that_of_the_planner():
     """The layer's all-to-alls are those that the planner counts for a run of one layer."""
-    shape, hardware = predictions.figure_14(16), predictions.a100()
+    shape, hardware = predictions.figure_14(16), predictions.A100
     alone = layer.layer_time(layer.LayerShape(16384, 2048, 2048, 32, gpus=1), hardware)
     exchange = layer.layer_time(shape, hardware) - alone
     size = 2 * 16384 * 2048 * 2
