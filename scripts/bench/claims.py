@@ -106,7 +106,9 @@ CLAIMS = {number: Claim(number, **fields) for number, fields in _FILE.items()}
 
 def table() -> str:
     """Return all claims as aligned lines."""
-    rows = [("row", "claim", "published", "predicted", "measured here", "on a GPU", "verdict")]
+    rows: list[tuple[str, ...]] = [
+        ("row", "claim", "published", "predicted", "measured here", "on a GPU", "verdict")
+    ]
     for number, claim in CLAIMS.items():
         figures = map(claim.figures, (claim.published, claim.predicted(), claim.values()))
         rows.append((str(number), claim.text, *figures, claim.on_gpus(), claim.verdict()))

@@ -194,7 +194,7 @@ def draw_figure(chart: Chart, path: Path) -> None:
     bottom, top = axes.get_ylim()
     digits = "12345678" if top < 10 * bottom else "125"
 
-    def shown(y: float, _: int) -> str:
+    def shown(y: float, _: float) -> str:
         return (f"{y:,.0f}" if y >= 1000 else f"{y:g}") if f"{y:e}"[0] in digits else ""
 
     axes.yaxis.set_major_formatter(shown)

@@ -52,6 +52,17 @@ def test_the_dense_formulation_is_planned_by_name(capsys):
     assert "on several GPUs, not for gpus=1" in capsys.readouterr().err
 
 
+def test_the_most_images_that_a_gpu_had_room_for_count(tmp_path):
+    over = {"dense formulation": [0.3, 0.5, 0.6]}
+    results = {f"training, {n} images": {"this_over": over if n < 64 else {}} for n in (16, 32, 64)}
+    path = tmp_path / "swin-small-32-h100.json"
+    path.write_text(json.dumps({"results": results}))
+    assert claims.CLAIMS[13].on_gpus(tmp_path) == ""  # inference was not reached
+    results["inference, 16 images"] = {"this_over": {"dense formulation": [0.1, 0.25, 0.3]}}
+    path.write_text(json.dumps({"results": results}))
+    assert claims.CLAIMS[13].on_gpus(tmp_path) == f"2x, 4x ({path.name})"
+
+
 def test_one_row_has_its_formula_and_sources(capsys):
     assert claims.main(["--row", "19"]) == 0
     output = capsys.readouterr().out
