@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What the gradients of the parameters need from a chunk of rows."""
+    """Values of a chunk of rows from which the gradients of the parameters are computed."""
 
     d_out: Tensor  # gradient of fc2's output before dropout, like the rows
     d_hidden: Tensor  # (R, p F), gradient of fc1's output

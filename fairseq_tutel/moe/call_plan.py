@@ -21,7 +21,7 @@ from .torch_modes import is_observed
 
 
 class Travels(NamedTuple):
-    """What the backward pass sends to the experts' ranks, in the order of the rows."""
+    """Tensors that the backward pass sends to the experts' ranks, in the order of the rows."""
 
     d_out_RM: torch.Tensor  # gradients of the outputs, or of the tokens
     weight_R1: torch.Tensor | None  # weights of the rows, if these are gradients of tokens

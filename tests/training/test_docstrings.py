@@ -43,7 +43,7 @@ def test_each_argument_has_a_line(name):
         if argument.kind is argument.VAR_KEYWORD:
             line = rf"^    \*\*{argument.name}: "
         else:
-            line = rf"^    {argument.name} \([\w.]+( or \w+| of [\w.]+)*\): "
+            line = rf"^    {argument.name} \([\w.]+( or \w+| of [\w.]+|, [\w.]+)*\): "
         assert re.search(line, page, re.MULTILINE), argument.name
         optional = argument.default is not argument.empty
         assert not optional or "default" in page, argument.name
