@@ -104,7 +104,7 @@ def build_models(preset: Preset, device: torch.device, *, tiny: bool, seed: int)
     same = {id(tensor): tensor for tensor in (*sparse.parameters(), *sparse.buffers())}
     masks = copy.deepcopy(sparse, same)
     for layer in moe_layers(masks).values():
-        layer.forward = DenseMoE(layer).forward
+        layer._compute = DenseMoE(layer).forward  # and not forward, which serves collect_aux
     dense = swin.SwinMoE(swin.dense(config)).to(device)
     return config, {OURS: sparse, MASKS: masks, DENSE_MODEL: dense}
 
