@@ -51,7 +51,7 @@ class FFNOptions(NamedTuple):
     """Options of :func:`~fairseq_tutel.ops.expert_ffn`."""
 
     activation: str
-    dropout_p: tuple[float, float] = (0.0, 0.0)  # after the activation and after fc2
+    dropout_p: tuple[float, float]  # after the activation and after fc2
     # index of the slice of hidden units that this rank computes: ranks with equal generators draw
     # different masks for different slices
     part: int = 0

@@ -43,7 +43,7 @@ META = [
 ]
 # what the tools of checkpoints make of a set
 TOOLS = {
-    "lm": ("merge", "reshard", "grow", "grow-exact", "shrink", "dense"), "mt": ("merge", "grow"),
+    "lm": ("merge", "reshard", "grow", "shrink", "dense"), "mt": ("merge", "grow"),
     "dense": ("upcycle", "upcycle-two"), "dense_mt": ("upcycle",), "lm_lora": ("merge-lora",),
     "old_replicated": ("merge", "reshard"), "old_sliced": ("merge", "reshard"),
 }  # fmt: skip
@@ -135,7 +135,6 @@ def tools(files, name):
         "merge": lambda out: checkpoint.merge(path, out, with_optimizer=True),
         "reshard": lambda out: checkpoint.reshard(path, out, 4),
         "grow": lambda out: growth.grow(path, out, 8),
-        "grow-exact": lambda out: growth.grow(path, out, 6, ramp=10),
         "shrink": lambda out: growth.shrink(path, out, 2, load=load),
         "dense": lambda out: growth.to_dense(path, out, load=load),
         "upcycle": lambda out: growth.upcycle(path, out, cut),

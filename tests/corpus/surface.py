@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -18,6 +19,9 @@ from unittest import mock
 
 import torch
 from forms import HERE, numbers
+
+from fairseq_tutel.config import ExpertConfig
+from fairseq_tutel.moe import MoELayer
 
 ROOT = HERE.parents[1]
 GOLDEN = HERE.parent / "golden"
@@ -222,6 +226,9 @@ def describe(value):
     with contextlib.suppress(ValueError):  # of errors and types
         given = inspect.signature(value).parameters.values()
     found = {p.name: re.sub("<.*>", "object", repr(p.default)) for p in given}
+    if value is MoELayer:  # options of experts that it also takes singly
+        short = {each.name: repr(each.default) for each in dataclasses.fields(ExpertConfig)}
+        found = {**short, "expert_fn": "None", "routing": found.get("options"), **found}
     if inspect.isclass(value) and not issubclass(value, tuple):
         own = {n: f for n, f in vars(value).items() if inspect.isfunction(f) and n[0] != "_"}
         found |= {f"{n}()": describe(f) for n, f in own.items()}

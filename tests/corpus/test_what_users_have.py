@@ -28,7 +28,47 @@ from helpers.seeds import seed_all
 
 # Decided removals: pattern of entries, or of their parts (entry/key/...) -> words that CHANGELOG.md
 # has, and that are in the message where an entry fails.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "names fairseq_tutel.moe*/Expert*/chunk*": "ExpertBank.chunk",
+    "names fairseq_tutel.moe*/Expert*/without_output_bias()": "without_output_bias",
+    "names fairseq_tutel.moe*/Expert*/compute_in()": "ExpertBank.compute_in",
+    "names fairseq_tutel.moe*/Expert*/keep()": "`keep`",
+    "names fairseq_tutel.moe*/*/prepare_to_move()": "prepare_to_move",
+    **{
+        f"names fairseq_tutel.moe*/*/{name}()": name
+        for name in ("compute_lean", "compute_tokens", "gathers_tokens", "compute_int8")
+    },
+    "names fairseq_tutel.moe*/*/lean_chunk*()": "lean_chunk",
+    "names fairseq_tutel.moe*/LoRAExperts/factor_gradients()/gradient": "factor_gradients",
+    "names fairseq_tutel.ops/lean_ffn": "ops.lean_ffn",
+    "names fairseq_tutel.ops/token_ffn": "ops.token_ffn",
+    "names fairseq_tutel.training/AuxLosses/add()/aux": "AuxLosses.add",
+    # updates in the backward pass
+    "names fairseq_tutel.training/BackwardUpdates": "BackwardUpdates",
+    "names fairseq_tutel.training/update_in_backward": "training.update_in_backward",
+    "resume lm_in_backward on*": "--moe-update-in-backward",
+    "options table/--moe-update-in-backward": "--moe-update-in-backward",
+    "config */model/moe_update_in_backward": "--moe-update-in-backward",
+    # bf16 as a format of kept values
+    "layer lean-bf16": "activation_storage",
+    "options table/--moe-activation-storage": "--moe-activation-storage bf16",
+    # the ramp of growth
+    "names fairseq_tutel.checkpoint.growth/Growth": "`Growth`",
+    "names fairseq_tutel.checkpoint.growth/grow/ramp": "grow(ramp=)",
+    "names fairseq_tutel.checkpoint.growth/held_back": "held_back",
+    "names fairseq_tutel.checkpoint.growth/history_of": "history_of",
+    "names fairseq_tutel.checkpoint.growth/why_inexact": "why_inexact",
+    "names fairseq_tutel.moe*/Router/update_load_bias()/held_back_E": "held_back",
+    "names fairseq_tutel.training/update_load_bias/held_back": "update_load_bias(held_back=)",
+    "names fairseq_tutel.training/update_load_biases": "update_load_biases",
+    "options checkpoint/grow/--exact": "grow --exact",
+    "tools lm*/grow-exact": "grow --exact",
+    "set lm_grown_exact/report/growth": "held back",
+    "options checkpoint/grow/--moe-growth-updates": "--moe-growth-updates",
+    "options table/--moe-growth-updates": "--moe-growth-updates",
+    "config */model/moe_growth_updates": "--moe-growth-updates",
+    "page fairseq_tutel/checkpoint/GROWTH.md#1": "held_back",
+}
 # runs and configs that are also tried without --long; every set is read, and its content compared
 QUICK = {
     *("lm on 1", "lm on 2", "lm_adam16 on 1", "lm_fp16 on 1", "lm_zero on 2", "lm_sliced on 1"),

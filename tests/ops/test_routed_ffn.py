@@ -47,7 +47,10 @@ def test_equals_the_three_operators(way, gated, memory, dtype, backend):
     want.backward(dy.double())
     backend(way)
     x, *params = given
-    how = {"options": ops.FFNOptions(activation), "memory": ops.ActivationMemory(memory)}
+    how = {
+        "options": ops.FFNOptions(activation, (0.0, 0.0)),
+        "memory": ops.ActivationMemory(memory),
+    }
     weight.requires_grad_()
     got = ops.routed_ffn(x, weight, *maps, expert_TK, *params, offsets=offsets, **how)
     got.backward(dy)
@@ -95,7 +98,11 @@ def test_registered_operator(is_routed, keep):
 def test_refusals():
     given, maps, offsets = routed(False, "cpu", torch.float32)
     x, *params = given
-    how = {"options": ops.FFNOptions("silu"), "memory": ops.ActivationMemory(), "offsets": offsets}
+    how = {
+        "options": ops.FFNOptions("silu", (0.0, 0.0)),
+        "memory": ops.ActivationMemory(),
+        "offsets": offsets,
+    }
     pairs = torch.rand(T, K), *maps, torch.zeros(T, K, dtype=torch.int32), *params
     with pytest.raises(ValueError, match=r"x must be \(7, model_dim\)"):
         ops.routed_ffn(x[:-1], *pairs, **how)
