@@ -59,7 +59,9 @@ def test_no_flag_is_fairseqs_or_ours():
 @pytest.mark.parametrize("entry", REFUSED_BY_LANGUAGE_MODELS)
 def test_the_encoder_decoder_takes_what_language_models_refuse(entry):
     flag, *value = entry.split()
-    args = parse("--arch", "transformer_moe", flag, *("0.5" if v == "P" else "2" for v in value))
+    routing = ["--moe-cmr"] if flag.startswith("--cmr") else []
+    given = [flag, *("0.5" if v == "P" else "2" for v in value)]
+    args = parse("--arch", "transformer_moe", *routing, *given)
     assert float(getattr(args, _name(entry))) == {"": 1, "N": 2, "P": 0.5}["".join(value)]
 
 
