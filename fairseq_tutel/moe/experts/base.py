@@ -32,8 +32,10 @@ are stacked, as those of the built-in networks are::
 That is all: ``MoELayer(..., expert_network="mine", expert_options={"slope": 0.2})``,
 ``--moe-expert-network mine --moe-mine-slope 0.2``, padded and ragged rows, overlap with exchanges,
 placement in slices, every r, state dicts, checkpoints, ``torch.autocast`` and the planner have it
-once the file has been imported. With ``activation_memory="lean"`` or ``"minimal"`` the rows and the
-outputs are kept, and the network is computed again in the backward pass.
+once the file has been imported. ``compute`` applies ``prepared.dropout`` itself. A network with
+one or two first projections and a second one is shorter as a subclass of :class:`PlainExperts`
+(plain.py), which has biases and dropout. With ``activation_memory="lean"`` or ``"minimal"`` the
+rows and the outputs are kept, and the network is computed again in the backward pass.
 
 A bank that keeps its parameters in another form (a list of modules: modules.py) is a subclass of
 :class:`ExpertBank`. Its experts are not cut, and their weights do not travel.
