@@ -83,6 +83,7 @@ class _Pass(torch.autograd.Function):
         plan = ctx.plan._replace(maps=tuple(maps))
         travels, d_weight_TK = plan.gradients(dy_TM.contiguous(), x_TM, weight_TK, out_RM)
         asked = {"needs_rows": needs_x, "needs_params": any(needs)}
+        asked["at_once"] = len(plan.chunks) == 1 and plan.prepared.network.is_operator
         with without_autocast(x_TM.device):
             run = _Backward(plan, travels, params, saved, asked)
             d_rows_RM, d_weight_R1, d_params = run.through(needs_x, any(needs))

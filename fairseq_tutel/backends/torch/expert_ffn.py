@@ -142,10 +142,11 @@ def network_bwd_params(
     ]
     for expert in range(len(d_w1)):
         own = [slice(each[expert], each[expert + 1]) for each in ends]
-        d_fc2, d_fc1, rows, active = (
-            torch.cat([x[of_chunk] for x, of_chunk in zip(of_chunks, own, strict=True)])
+        parts = (
+            [x[of_chunk] for x, of_chunk in zip(of_chunks, own, strict=True)]
             for of_chunks in zip(*flat, strict=True)
         )
+        d_fc2, d_fc1, rows, active = (x[0] if len(x) == 1 else torch.cat(x) for x in parts)
         torch.mm(d_fc2.t(), active, out=d_w2[expert])
         torch.mm(d_fc1.t(), rows, out=d_w1[expert])
     return d_w1, d_w2

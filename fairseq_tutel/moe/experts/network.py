@@ -62,20 +62,25 @@ class FusedNetwork:
         saved: Sequence[Any],
         params: Sequence[Tensor],
         needs: Mapping[str, bool],
-    ) -> tuple[Tensor, Tensor | None, ops.Pending]:
+    ) -> tuple[Tensor, Tensor | None, Any]:
         """Return the gradients of a chunk's rows and weights, and what the parameters' need.
 
-        ``weight_R`` are the rows' weights if outputs are not kept (:func:`ops.network_bwd`).
+        ``weight_R`` are the rows' weights if outputs are not kept. An only chunk may be ``at_once``
+        (:func:`ops.network_bwd`).
         """
         chunk = ops.Saved(*saved), self.operands(params), self.options
         return ops.network_bwd(d_out, rows, weight_R, *chunk, **needs)
 
     def backward_params(
-        self, chunks: Sequence[ops.Pending], params: Sequence[Tensor]
+        self, chunks: Sequence[Any], params: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of the parameters over all chunks."""
-        found = ops.network_bwd_params(chunks, self.operands(params))
-        there = [each for each in found if each is not None]
+        """Return the gradients of the parameters over all chunks, from :meth:`backward`."""
+        found: Any
+        if isinstance(chunks[0], ops.Pending):
+            found = ops.network_bwd_params(chunks, self.operands(params))
+        else:
+            (found,) = chunks
+        there = found if self.has_bias else found[::2]
         return [d.view(param.shape) for d, param in zip(there, params, strict=True)]
 
 
