@@ -140,7 +140,7 @@ def plan_call(
         p = prepared.dropout_at_source
         drop = SourceDropout.draw(model_dim, routing, way, p) if p else None
         routing = to_parts(routing, way.num_destinations)
-    memory = experts.memory
+    memory = getattr(experts, "memory", ExpertBank.memory)  # a wrapper may not forward it
     if helps:
         routing, experts, counted = balanced(routing, experts, choice, model_dim, dtype, record)
     maps, chunks = arrange(routing, exchange, choice.overlap_degree, counted)

@@ -64,6 +64,7 @@ REMOVED: dict[str, str] = {
     "options checkpoint/grow/--exact": "grow --exact",
     "tools lm*/grow-exact": "grow --exact",
     "set lm_grown_exact/report/growth": "held back",
+    "resume lm_grown_exact on 1/1": "held back",
     "options checkpoint/grow/--moe-growth-updates": "--moe-growth-updates",
     "options table/--moe-growth-updates": "--moe-growth-updates",
     "config */model/moe_growth_updates": "--moe-growth-updates",
@@ -207,6 +208,8 @@ def removal(at: str) -> str | None:
 
 def differences(got, want, close, where):
     """Yield the place of each recorded value that is not there, and what is there in its place."""
+    if isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
+        want, got = dict(enumerate(want)), dict(enumerate(got))
     if isinstance(want, dict) and isinstance(got, dict):
         for key, value in want.items():
             at = f"{where}/{key}"
@@ -215,9 +218,6 @@ def differences(got, want, close, where):
                 yield from found
             elif not found:
                 yield at, "it is not removed"
-    elif isinstance(want, list) and isinstance(got, list) and len(got) == len(want):
-        for number, pair in enumerate(zip(got, want, strict=True)):
-            yield from differences(*pair, close, f"{where}/{number}")
     elif isinstance(want, float) and isinstance(got, float):
         if not math.isclose(got, want, rel_tol=close, abs_tol=1e-9):
             yield where, f"{got!r}, not {want!r}"

@@ -38,7 +38,7 @@ class Case(SimpleNamespace):
 
     @property
     def memory(self):
-        if self.own or self.clamped or self.helped:
+        if self.own:
             return "fast"
         return random.Random(f"memory {self.seed}").choice(["fast", "lean", "minimal"])
 
@@ -226,6 +226,7 @@ def own_expert(case):
 def layer_of(case):
     rank, _ = process_world()
     own = {"hidden_dim": case.hidden_dim, "activation": case.activation}
+    own |= {"activation_memory": case.memory}
     if case.own:
         own = {"experts": [own_expert(case) for _ in range(case.local_experts)]}
     elif case.clamped:
@@ -246,7 +247,6 @@ def layer_of(case):
         ),
         shared_expert_dim=2 if case.shared else 0,
         shared_expert_gate=case.shared,
-        activation_memory=case.memory,
         **routing_of(case),
         **own,
     )

@@ -113,7 +113,7 @@ def test_a_schedule_of_capacities_keeps_few_configs():
     layer, x = MoELayer(M, 4, HIDDEN).eval(), torch.randn(3, M)
 
     def configs():
-        return sum(isinstance(each, MoEConfig) for each in gc.get_objects())
+        return sum(type(each) is MoEConfig for each in gc.get_objects())
 
     before = configs()
     with torch.no_grad():
