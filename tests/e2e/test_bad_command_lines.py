@@ -72,7 +72,10 @@ FAIRSEQS = [
     (f"{TRAIN} --train-subset nosuch", "nosuch", DATA),
     (f"{TRAIN} --log-file {{tmp}}/no/log.txt", "{tmp}/no/log.txt: No such file"),
     (TRAIN.replace(DATA, "{tmp}/bad-dictionary"), "Incorrect dictionary format", "fairseq/data/"),
-    (f"{TRAIN} --distributed-world-size 2", "world size is 2 but have 0 available devices"),
+    (
+        f"{TRAIN} --distributed-world-size 2",
+        "--distributed-world-size 2: fairseq starts a rank per GPU, of which there are 0",
+    ),
     (f"{HYDRA} task._name=nosuch", "nosuch"),
 ]
 _BESIDE = ("DEBUG:", "INFO:", "Error executing job with overrides: ")
