@@ -1,6 +1,7 @@
 """Pictures of a run: fairseq's log lines in three formats, and the files that a run writes."""
 
 import json
+import re
 
 import pytest
 from helpers.dispatched import spied
@@ -156,3 +157,47 @@ def test_a_trace_has_the_newest_passes_of_all_ranks(tmp_path, monkeypatch):
     assert trace.shares("encoder.1", 0) == [0.5, 0.25, 0.25]
     assert trace.shares("decoder.1") == [0.25, 0.25, 0, 0.5]
     assert trace.frequent("encoder.1", 5) == [0, 1] and len(trace.frequent("decoder.1", 1)) == 1
+
+
+def a_log(file, bits, seconds, of_experts=""):
+    """Write a run of 20 updates of 512 tokens, and return its folder: two validations."""
+    lines = []
+    for update, loss in zip((10, 20), bits, strict=True):
+        lines.append(
+            f"train_inner | epoch 001: {update} / 90 loss=9, wpb=512, {of_experts}"
+            f"num_updates={update}, train_wall={seconds}, wall={10 * update}"
+        )
+        lines.append(
+            f"valid | epoch 001 | valid on 'valid' subset | loss {loss} | num_updates {update}"
+        )
+    file.parent.mkdir()
+    write(file, lines)
+    return str(file.parent)
+
+
+def test_runs_are_compared_by_updates_and_by_seconds(tmp_path, capsys, monkeypatch):
+    """Two seeds of dense, which take 4 s per 10 updates, against experts, which take 8 s."""
+    pytest.importorskip("matplotlib")
+    figures = spied(monkeypatch, picture, "draw_comparison")
+    dense = [a_log(tmp_path / f"dense-s{n}" / "a.log", (8, 7 + n / 10), 4) for n in (1, 2)]
+    experts = a_log(tmp_path / "x" / "a.log", (6, 5), 8, "moe_drop=12.5, ")
+    assert picture.main([*dense, f"experts={experts}", "--out", str(tmp_path / "out")]) == 0
+    *rows, path = capsys.readouterr().out.splitlines()
+    cells = {line[:24].strip(): re.split(r"  +", line[24:].strip()) for line in rows[:10]}
+    assert cells["runs"] == ["2", "1"] and cells["updates"] == ["20", "20"]
+    assert cells["held-out bits"] == ["7.150 (7.100 to 7.200)", "5.000"]
+    assert cells["gap at equal updates"] == ["-", "-2.150 (-2.200 to -2.100)"]
+    # at 8 s the experts have made 10 updates: 6 bits
+    assert cells["gap at equal seconds"] == ["-", "-1.150 (-1.200 to -1.100)"]
+    assert cells["tokens/s"] == ["1,280", "640"] and cells["choices dropped %"] == ["-", "12.5"]
+    assert [line.split(": ")[1] for line in rows[-3:]] == ["no operations"] * 3
+    assert path.endswith("comparison.png") and (tmp_path / "out/comparison.png").stat().st_size
+    assert picture.compare.known_axes(figures[0][0][0]) == ["updates", "tokens", "seconds"]
+    for words, said in (
+        ([*dense, "--log", "a"], "--log names the log of one run"),
+        ([dense[0], str(tmp_path / "none")], "there is no log"),
+        ([dense[0], str(write(tmp_path / "b.log", ["nothing"]))], "no lines of training"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            picture.main(words)
+        assert said in capsys.readouterr().err

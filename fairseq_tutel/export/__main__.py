@@ -79,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export_huggingface(args) -> Path:
     files = args.data, args.sentencepiece_model, args.gpt2_encoder_json, args.gpt2_vocab_bpe
     size = int(args.max_file_gb * 1e9)
-    return export_huggingface(args.checkpoint, args.folder, TokenizerFiles(*files), max_bytes=size)
+    files = TokenizerFiles(*files)
+    folder = export_huggingface(args.checkpoint, args.folder, files, max_bytes=size)
+    print(f"{folder / 'README.md'} has the program that loads it", file=sys.stderr)
+    return folder
 
 
 if __name__ == "__main__":

@@ -52,7 +52,19 @@ def export_huggingface(
         for name in form.code:
             shutil.copyfile(FILES / f"{name}.py", new / f"{name}.py")
         form.write_tokenizer(tokenizer, new, symbols)
+        (new / "README.md").write_text(_card(source, folder.name), encoding="utf-8")
     return folder
+
+
+def _card(source: ModelSource, name: str) -> str:
+    """Return the model card: what the model is, and a program that loads it."""
+    numbers = sum(shape.numel() for shape in source.shapes.values())
+    about = f"`{source.options.architecture}` with {source.options.num_experts} experts in a layer"
+    return (
+        f"---\nlibrary_name: transformers\ntags: [mixture-of-experts, fairseq]\n---\n\n# {name}\n\n"
+        f"{numbers:,} parameters, a model of fairseq ({about}). It drops no token.\n\n"
+        f"```python\n{source.form.example(name)}```\n"
+    )
 
 
 def _write_weights(source: ModelSource, folder: Path, max_bytes: int) -> None:

@@ -48,6 +48,16 @@ class LanguageModel:
         }
         return {"config.json": config, "generation_config.json": generation}
 
+    def example(self, folder: str) -> str:
+        return f'''\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True, dtype="auto")
+prompt = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=40), skip_special_tokens=True))
+'''
+
     def symbols(self, tokenizer: TokenizerFiles) -> list[str]:
         return tokenizer.symbols(self._options.data, self.config.vocab_size)
 

@@ -73,6 +73,19 @@ class Nllb:
         generation = {**ids, "max_length": _MAX_LENGTH, "suppress_tokens": [1]}
         return {"config.json": config, "generation_config.json": generation}
 
+    def example(self, folder: str) -> str:
+        return f'''\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from fairseq_tutel.integrations.transformers import repair_nllb_moe
+
+repair_nllb_moe()  # transformers 5.0 to 5.24 send all tokens to experts 0 and 1
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForSeq2SeqLM.from_pretrained("{folder}", dtype="auto")
+text = tokenizer("__SOURCE__ words to translate", return_tensors="pt")  # the two languages' tokens
+target = tokenizer.convert_tokens_to_ids("__TARGET__")
+print(tokenizer.batch_decode(model.generate(**text, forced_bos_token_id=target), skip_special_tokens=True))
+'''  # noqa: E501
+
     def symbols(self, tokenizer: TokenizerFiles) -> list[str]:
         task, name = self._options.task, "dict.txt"
         languages = _languages(task)

@@ -10,83 +10,29 @@ trace-*.png   experts of single tokens, and the spread of the load in each layer
               passes of train, valid or eval in trace-rank-*.jsonl (written with --moe-trace FOLDER)
 
 A picture is left out if its file is missing; if all are, a line for each says how to get it.
+
+Several runs are compared: ``python -m fairseq_tutel.picture [NAME=]RUN [NAME=]RUN ...``, where a
+run is a SAVE_DIR or a log. Runs of one name, or of names that differ in -seedN or -sN alone, are
+seeds of one setting. A table and comparison.png have the held-out loss over updates, tokens,
+operations (of the planner, from checkpoint_last.pt) and seconds of training.
 """
 
 import argparse
 import importlib.util
 import itertools
+import logging
 import math
-import re
 import statistics
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..command_line import CommandLine
-from .run_files import BLUE, GREY, RED, order_of_layer, read_lines
+from .compare import Run, draw_comparison, read_run, split_name, table
+from .logs import Curves, newest_log, read_log, read_metrics, resumed_at
+from .run_files import BLUE, COLORS, GREY, RED, order_of_layer, read_lines
 from .trace import draw_trace, read_traces
-
-_COLORS = (BLUE, RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", GREY, "#937860")
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)"
-_EPOCH = re.compile(r'\bepoch"?:? \d+')
-# loss=8.02 and loss 8.02 of --log-format simple, "loss": "8.02" of json
-_METRIC = re.compile(rf'(\w+)"?(?:[= ]|: )"?({_NUMBER})"?(?=[,}}]| \||$)')
-_BEGIN = "num. shared model params"  # printed at every start of fairseq-train
-_RESUMED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
-
-
-@dataclass
-class Curves:
-    """Metrics by update and name; ``loss`` is the cross-entropy in bits per token."""
-
-    # the last line counts if an update was made again after a resume
-    train: dict[int, dict[str, float]] = field(default_factory=dict)
-    valid: dict[int, dict[str, float]] = field(default_factory=dict)
-    resumed: list[int] = field(default_factory=list)  # updates after which a checkpoint was loaded
-
-
-def read_metrics(line: str) -> tuple[str, dict[str, float]] | None:
-    """Return "train_inner", "train" or "valid", and the metrics of a line that has some."""
-    if not _EPOCH.search(line):
-        return None
-    found = {name: float(value) for name, value in _METRIC.findall(line)}
-    kind = "train_inner"
-    if "valid_num_updates" in found or " valid on " in line:
-        kind = "valid"
-    elif "train_num_updates" in found or re.search(r"epoch \d+ \|", line):
-        kind = "train"
-    values = {re.sub(r"^(train|valid)_", "", name): value for name, value in found.items()}
-    if "num_updates" not in values or "loss" not in values:
-        return None
-    return kind, {**values, "loss": values.get("inner_loss", values["loss"])}
-
-
-def resumed_at(line: str) -> int | None:
-    """Return the update of the checkpoint whose loading this line reports, or None."""
-    found = _RESUMED.search(line)
-    return int(found[1]) if found else None
-
-
-def read_log(log: Path) -> Curves:
-    """Read the curves of a training log."""
-    curves, epochs, last, began = Curves(), {}, 0, False
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if (found := read_metrics(line)) is not None:
-            kind, values = found
-            if began and last:  # a file of --log-file does not say from which update
-                curves.resumed.append(min(last, int(values["num_updates"])))
-            last, began = int(values["num_updates"]), False
-            of = {"train_inner": curves.train, "train": epochs, "valid": curves.valid}[kind]
-            of[last] = values
-        elif (update := resumed_at(line)) is not None:
-            began = False
-            curves.resumed += [update] * (update > 0)
-        elif _BEGIN in line:
-            began = True
-    curves.train = curves.train or epochs  # without lines within an epoch: its means
-    return curves
 
 
 def _figure(panels: int, height: float = 2.4):
@@ -161,7 +107,7 @@ def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
 
     keys = list(dict.fromkeys(line["key"] for line in lines))
     names = list(dict.fromkeys(choice_name(line["choice"]) for line in lines))
-    colors = {each: _COLORS[number % len(_COLORS)] for number, each in enumerate(names)}
+    colors = {each: COLORS[number % len(COLORS)] for number, each in enumerate(names)}
     end = max(line["update"] for line in lines)
     figure, grid = _figure(len(keys), 2.2)
     for axes, key in zip(grid, keys, strict=True):
@@ -222,6 +168,19 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
     return pictures, missing
 
 
+def compare_runs(words: Sequence[str], picture: Path) -> list[str]:
+    """Draw runs of several settings, each ``[NAME=]PATH``, and return the lines of their table."""
+    settings: dict[str, list[Run]] = {}
+    for name, path in map(split_name, words):
+        settings.setdefault(name, []).append(read_run(path))
+    for logger in (None, "fairseq"):  # fairseq's import, for operations, turns both up
+        logging.getLogger(logger).setLevel(logging.WARNING)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_comparison(settings, picture)
+    notes = [run.note for runs in settings.values() for run in runs if run.note]
+    return [*table(settings), *notes, str(picture)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit code 1 if nothing can be drawn, 2 for a wrong command line."""
     parser = CommandLine(
@@ -229,22 +188,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Draw a training run:\n\n" + (__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("save_dir", type=Path, metavar="SAVE_DIR", help="fairseq's --save-dir")
+    what = "fairseq's --save-dir; several, or logs, with a name if wanted: they are compared"
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]SAVE_DIR", help=what)
     newest = "fairseq's log of the run (default: the newest .log file in SAVE_DIR)"
-    parser.add_argument("--log", type=Path, metavar="FILE", help=newest)
+    parser.add_argument("--log", type=Path, action="append", metavar="FILE", help=newest)
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the pictures (default: SAVE_DIR)"
     )
     options = parser.parse_args(argv)
-    if not options.save_dir.is_dir():
-        parser.error(f"{options.save_dir}: there is no such folder")
-    if options.log is not None and not options.log.is_file():
-        parser.error(f"--log {options.log}: there is no such file")
+    folder, logs = Path(options.runs[0]), options.log or []
+    several = len(options.runs) > 1
+    if several and logs or len(logs) > 1:
+        parser.error("--log names the log of one run; compare runs by their folders or logs alone")
+    if not several and not folder.is_dir():
+        parser.error(f"{folder}: there is no such folder")
+    if logs and not logs[0].is_file():
+        parser.error(f"--log {logs[0]}: there is no such file")
     if importlib.util.find_spec("matplotlib") is None:
         parser.exit(1, f"{parser.prog}: error: matplotlib is missing: pip install matplotlib\n")
-    logs = sorted(options.save_dir.glob("*.log"), key=lambda path: path.stat().st_mtime)
-    log = options.log or (logs[-1] if logs else None)
-    pictures, missing = draw_run(options.save_dir, log, options.out or options.save_dir)
+    if several:
+        try:
+            lines = compare_runs(options.runs, (options.out or Path()) / "comparison.png")
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        return 0
+    log = logs[0] if logs else newest_log(folder)
+    pictures, missing = draw_run(folder, log, options.out or folder)
     sys.stdout.write("".join(f"{path}\n" for path in pictures))
     sys.stderr.write("".join(f"{line}\n" for line in missing))
     return 0 if pictures else 1

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BLUE, RED, GREY = "#4878a8", "#c44e52", "#777777"
+COLORS = (BLUE, RED, "#55a868", "#8172b2", "#ccb974", "#64b5cd", GREY, "#937860")
 
 
 def read_lines(file: Path) -> Iterator[dict]:

@@ -60,6 +60,9 @@ def test_weights_are_those_of_the_model_to_the_bit(saved, tmp_path, capsys):
     assert sum(tensor.numel() for tensor in found.values()) == numbers
     config = json.loads((folder / "config.json").read_text())
     assert config["moe_layers"] == [1] and config["num_experts"] == 4
+    program = (folder / "README.md").read_text().split("```")[1].removeprefix("python\n")
+    assert 'AutoModelForCausalLM.from_pretrained("folder", trust_remote_code' in program
+    compile(program, "README.md", "exec")
     imported = {name.split(".")[0] for path in folder.glob("*.py") for name in imports(path)}
     assert imported == {"dataclasses", "math", "torch", "transformers"}
 

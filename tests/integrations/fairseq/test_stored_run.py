@@ -18,6 +18,10 @@ from fairseq_tutel import picture
 from fairseq_tutel.checkpoint import load_for_rank, save_set
 from fairseq_tutel.checkpoint.state import with_options
 from fairseq_tutel.plan.compose import load_config
+from fairseq_tutel.plan.parameters import count_parameters
+from fairseq_tutel.plan.settings import read_settings
+from fairseq_tutel.plan.stored import operations_per_token
+from fairseq_tutel.plan.work import count_traffic, count_work
 
 DATA = Path(__file__).parent / "data_204ed4b"
 LOSSES = {10: 3.969, 20: 2.138, 30: 1.173, 40: 0.595}
@@ -83,3 +87,23 @@ def test_logs_are_drawn(tmp_path):
     assert picture.main([str(tmp_path), "--log", str(tmp_path / "log.txt")]) == 0
     drawn = {file.stem for file in tmp_path.glob("*.png")}
     assert drawn == {"loss", "experts", "exchange"}
+
+
+def test_operations_are_counted_from_a_checkpoint(checkpoint, tmp_path):
+    """For experts as from the command; for fairseq's own dense model by hand, times 3."""
+    settings = read_settings(load_config(DATA, "run", []), "run")
+    parameters = count_parameters(settings)
+    work = count_work(settings, parameters, count_traffic(settings, parameters))
+    assert operations_per_token(checkpoint) == work.model_flops
+    state = load_for_rank(checkpoint, rank=0, world_size=1)
+    options = {key: value for key, value in state["cfg"]["model"].items() if "moe" not in key}
+    state["cfg"]["model"] = {**options, "_name": "transformer_lm_gpt"}
+    torch.save(state, tmp_path / "dense.pt")
+    attention, ffn, output = 8 * 8**2 + 4 * 8 * 8, 4 * 8 * 12, 2 * 8 * 32
+    forward = 2 * (attention + ffn) + output
+    assert operations_per_token(tmp_path / "dense.pt") == 3 * forward
+    for name, said in (("none.pt", "no such checkpoint"), ("dense.pt", "cannot count lstm")):
+        state["cfg"]["model"]["_name"] = "lstm"
+        torch.save(state, tmp_path / "dense.pt")
+        with pytest.raises(ValueError, match=said):
+            operations_per_token(tmp_path / name)
