@@ -196,6 +196,12 @@ def test_caches_agree(model, tokenizer, prompts):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_the_program_of_the_model_card_runs(exported, monkeypatch, capsys):
+    monkeypatch.chdir(exported.parent)
+    exec((exported / "README.md").read_text().split("```")[1].removeprefix("python\n"), {})
+    assert capsys.readouterr().out.startswith("['")
+
+
 def test_it_is_saved_and_loaded_again(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
