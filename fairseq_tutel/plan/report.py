@@ -28,6 +28,19 @@ def describe(plan: Plan, tokens: float = 300e9) -> str:
     return "\n".join([*_header(plan), *(f"  {line}" for line in columns(rows)), *advice(plan)])
 
 
+def scaled(value: float, unit: str = "") -> str:
+    """Return a number of three digits with a prefix; seconds keep theirs from 1 on.
+
+    >>> scaled(0.0021, "s"), scaled(1.234e9), scaled(0, "s"), scaled(1234.5, "s")
+    ('2.10 ms', '1.23 G', '0.00 s', '1234 s')
+    """
+    steps = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "u"}
+    fitting = (size for size in steps if value >= size and (unit != "s" or size <= 1))
+    size = next(fitting, 1.0)
+    digits = max(0, 3 - len(str(int(value / size))))
+    return f"{value / size:.{digits}f} {steps[size]}{unit}".rstrip()
+
+
 def rows_per_expert(plan: Plan) -> float:
     """Return the rows of one expert, or slice of it, in a forward pass with an even load.
 
@@ -115,22 +128,22 @@ def _work_rows(plan: Plan) -> list[tuple[str, str]]:
         sizes = f"{work.exchange_bytes / 2**20:.1f} MiB per GPU, "
         sizes += f"{work.bytes_per_peer / 2**10:.1f} KiB per peer, {work.exchanges} per update"
         rows.append(("all-to-all", sizes))
-    flops = f"{work.model_flops / 1e9:.2f} G (computed: {work.hardware_flops / 1e9:.2f} G)"
+    flops = f"{scaled(work.model_flops)} (computed: {scaled(work.hardware_flops)})"
     return [*rows, ("FLOPs per token", flops)]
 
 
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
-    rows = [("predicted update", f"{plan.time.total:.3f} s")]
+    rows = [("predicted update", scaled(plan.time.total, "s"))]
     for part, seconds in dataclasses.asdict(plan.time).items():
         # weights are for expert parallelism only, the broadcast for --zero-sharding only
         if seconds or part not in ("weights", "broadcast"):
             label = f"  {part.replace('_', '-')}"
-            rows.append((label, f"{seconds:.3f} s ({seconds / plan.time.total:.1%})"))
+            rows.append((label, f"{scaled(seconds, 's')} ({seconds / plan.time.total:.1%})"))
     if plan.work.exchanges:
         exchange, choice = plan.exchange, plan.settings.exchange
         how = f"{choice.algorithm}, overlap degree {choice.overlap_degree}"
         hidden = f"{exchange.hidden:.0%} hidden by the experts ({how})"
-        rows.append(("all-to-all on the links", f"{exchange.carried:.3f} s, {hidden}"))
+        rows.append(("all-to-all on the links", f"{scaled(exchange.carried, 's')}, {hidden}"))
         if choice.balance_ranks:
             gains = [f"{help_of(plan, u).gain:.2f} at {100 * u:.0f} %" for u in UTILISATIONS]
             pays = f"pays from {rows_that_pay(plan):,} rows of a helper"
@@ -147,9 +160,13 @@ def _dense_rows(plan: Plan, tokens: float) -> list[tuple[str, str]]:
     dense = flop_matched(plan)
     options = {s.wide_option: getattr(dense.settings.model, s.wide_option)
                for s in plan.settings.stacks if s.sparse}  # fmt: skip
+    command = plan.settings.name == "fairseq-train"
+    as_given = lambda key, width: (  # noqa: E731
+        f"--{key.replace('_', '-')} {width}" if command else f"+model.{key}={width}"
+    )
     speed = plan.tokens_per_second / dense.tokens_per_second
     return [
-        ("FLOP-matched dense model", ", ".join(f"{key}={width}" for key, width in options.items())),
+        ("FLOP-matched dense model", " ".join(as_given(*each) for each in options.items())),
         ("  parameters", f"{dense.parameters.total:,} ({dense.parameters.total:.2e})"),
         ("  memory of a GPU", mib(dense.memory.peak)),
         ("  predicted tokens/s", f"{dense.tokens_per_second:,.0f} (with experts {speed:.1%})"),
