@@ -78,6 +78,7 @@ def option(
     or_auto: bool = False,
     group: str | None = None,
     needs: Sequence[str] = (),
+    const: str | None = None,
 ) -> Any:
     """Return a field for a dataclass of options.
 
@@ -96,6 +97,7 @@ def option(
         group: section of the help (default: that of the dataclass).
         needs: options of which one must be given (``name``, or ``name=value``), or the option has
             no effect (default: none). :func:`check_needs` reads it.
+        const: the value if the flag is given alone (default: the flag needs a value).
     """
     if allowed is None and isinstance(default, (int, float)) and not isinstance(default, bool):
         allowed = FINITE
@@ -112,6 +114,7 @@ def option(
         "or_auto": or_auto,
         "group": group,
         "needs": tuple(needs),
+        "argparse_const": const,  # fairseq's name
     }
     return dataclasses.field(default=default, metadata=metadata)
 

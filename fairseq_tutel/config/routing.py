@@ -12,7 +12,16 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from .force_load import check_force_load
-from .options import OptionError, Range, above, at_least, check_options, documented, option
+from .options import (
+    NO_FLAG,
+    OptionError,
+    Range,
+    above,
+    at_least,
+    check_options,
+    documented,
+    option,
+)
 from .registry import ROUTERS, Options
 
 # divisors of expert gradients: an option of training
@@ -219,15 +228,14 @@ class MoEConfig:
     benchmark: bool = option(
         False,
         "the run only measures speed: accept `force_load`, with which training is worthless",
-        group="debugging",
+        flag=NO_FLAG,
     )
     force_load: str = option(
         "",
         "shares of the load, with commas, in place of the gate's choices. The list repeats: `3,1` "
         "gives every first expert three times the pairs of every second, `1` is an even load. "
         "Weights are the gate's. Needs `benchmark`",
-        note=" (default: none)",
-        group="debugging",
+        flag=NO_FLAG,
     )
     router_options: Options | Mapping[str, Any] | None = option(
         None, "the router's own options, by name or as an object of its class ``Options``"

@@ -142,7 +142,9 @@ def build_model(settings: Settings) -> BaseFairseqModel:
     if not is_encoder_decoder(args):
         args.tokens_per_sample = settings.tokens_per_sample
         args.max_target_positions = None  # the model then uses tokens_per_sample
-    args.moe_simulate_world_size = settings.gpus if settings.gpus > 1 else 0
+    args.moe_benchmark, args.moe_simulate_world_size = None, 0
+    if settings.gpus > 1:
+        args.moe_benchmark = f"simulate_world_size={settings.gpus}"
     dictionary = Dictionary()
     dictionary.symbols = [""] * settings.vocabulary  # only the number of symbols matters
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config import ExchangeConfig, MoEConfig, exchange_size
 from ..integrations.fairseq.models import ARCHITECTURES
 from ..integrations.fairseq.models.transformer_fields import fill_decoder_sizes, fill_sizes
+from ..integrations.fairseq.options.benchmark import benchmark_of
 from ..integrations.fairseq.options.fields import TUNED
 from ..integrations.fairseq.options.options import (
     exchange_config,
@@ -149,7 +150,7 @@ def read_settings(
     passes = passes if isinstance(passes, int) else passes[-1]
     _check_positive(model, dataset, passes)
     length = _tokens_per_sample(config, model, dataset, sentence)
-    world = model.moe_simulate_world_size or distributed.distributed_world_size
+    world = benchmark_of(model).simulate_world_size or distributed.distributed_world_size
     gpus = gpus or world or model.moe_expert_count or 1
     if getattr(model, "moe_lora_rank", 0):
         raise ValueError(

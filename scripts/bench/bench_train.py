@@ -26,6 +26,7 @@ from predict import profile_of
 from program import program, words
 from record import ROOT
 
+from fairseq_tutel.integrations.fairseq.options.benchmark import benchmark_of
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.parameters import count_parameters
 from fairseq_tutel.plan.settings import read_settings
@@ -67,7 +68,7 @@ def points(groups, config, skipped, goals, options, ranks) -> Iterator[Point]:
     """Yield the variants of each group, built when their turn comes and freed after it."""
     samples = models.random_samples(config, 4, options.seed + ranks.rank)
     tokens = ranks.world_size * config.dataset.batch_size * config.task.tokens_per_sample
-    build_on = ranks.device if config.model.moe_simulate_world_size > 1 else None
+    build_on = ranks.device if benchmark_of(config.model).simulate_world_size > 1 else None
     build = lambda variant: Run(variant, config, build_on)  # noqa: E731
     peak = peak_flops(config, ranks.device)
     speeds: dict[str, float] = {}
@@ -136,7 +137,7 @@ def main(options, ranks):
             **dataclasses.asdict(preset),
             "overrides": [*preset.changes(), *changes],
             "experts": config.model.moe_expert_count,
-            "simulated_ranks": config.model.moe_simulate_world_size,
+            "simulated_ranks": benchmark_of(config.model).simulate_world_size,
         },
     }
     found = points(groups, config, skipped, goals, options, ranks)

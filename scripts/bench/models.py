@@ -41,10 +41,10 @@ class TrainPreset:
 
     def tiny(self, world_size: int = 1) -> list[str]:
         """Return KEY=VALUE that cut it down to milliseconds; a simulated rank is then one of 4."""
-        simulated = 4 if self.simulated and world_size == 1 else 0
+        simulated = "'simulate_world_size=4'" if self.simulated and world_size == 1 else "null"
         encoder = PARTS["tiny_encoder"] if "translation" in self.parts else ""
         words = f"{PARTS['fp32']} {PARTS['tiny']} {encoder}".split()
-        return [*words, f"model.moe_simulate_world_size={simulated}"]
+        return [*words, f"model.moe_benchmark={simulated}"]
 
 
 _FILE = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("train_presets.yaml")))
@@ -66,7 +66,7 @@ def load_config(preset: TrainPreset, overrides: Sequence[str], ranks: Ranks) -> 
             f"distributed_training.device_id={ranks.device.index or 0}",
             f"distributed_training.distributed_backend={ranks.backend}",
             "distributed_training.distributed_init_method=env://",
-            "model.moe_simulate_world_size=0",
+            "model.moe_benchmark=null",
             *[f"model.moe_expert_count={world_size}"][: preset.simulated],
         ]
     overrides = [f"++{change}" for change in (*changes, *overrides)]
@@ -86,7 +86,7 @@ def config_of(variant: str, config: DictConfig) -> DictConfig:
         width = config.model.moe_expert_ffn_dim or config.model.get(f"{side}_ffn_embed_dim")
         if f"{option}_embed_dim" in config.model:
             config.model[f"{option}_embed_dim"] = top_k * width
-    config.model.moe_simulate_world_size = 0
+    config.model.moe_benchmark = None
     return config
 
 

@@ -101,7 +101,7 @@ for count in $gpus; do
             train)
                 submit "$name" "$nodes" "$each" bench.sbatch train \
                     --preset meta-8gpu-rank --one-by-one --updates "$updates" \
-                    --override model.moe_benchmark=true,model.moe_force_load=1 \
+                    --override "model.moe_benchmark='force_load=1'" \
                     --output "$results/train-$count.json"
                 ;;
         esac

@@ -52,6 +52,15 @@ REMOVED: dict[str, str] = {
     # bf16 as a format of kept values
     "layer lean-bf16": "activation_storage",
     "options table/--moe-activation-storage": "--moe-activation-storage bf16",
+    # switches for measurements
+    **{
+        f"options table/--{flag}": f"--{flag}"
+        for flag in ("moe-force-load", "moe-simulate-world-size", "dummy-a2a")
+    },
+    "options table/--record-a2a-perf-stats": "--record-a2a-perf-stats",
+    "options table/--moe-benchmark": "--moe-benchmark",
+    "config */model/moe_benchmark": "--moe-benchmark",
+    **{f"slurm ladder/{number}": "--moe-benchmark" for number in range(3, 28, 4)},
     # the ramp of growth
     "names fairseq_tutel.checkpoint.growth/Growth": "`Growth`",
     "names fairseq_tutel.checkpoint.growth/grow/ramp": "grow(ramp=)",

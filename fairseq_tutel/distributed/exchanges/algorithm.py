@@ -195,7 +195,7 @@ class ExchangeAlgorithm(abc.ABC):
 class LocalCopy(ExchangeAlgorithm):
     """Stand-in for the algorithm ``name`` that copies rows instead of sending them.
 
-    For simulations and benchmarks (``--dummy-a2a``). Results are wrong, because a rank's own rows
+    For simulations and benchmarks (``skip_exchange``). Results are wrong, because a rank's own rows
     take the place of received ones.
     """
 

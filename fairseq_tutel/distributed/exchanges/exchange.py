@@ -92,7 +92,7 @@ class Exchange:
     Args:
         algorithm: the all-to-all.
         codec: the wire format (default None: rows travel unchanged).
-        timed: measure forward calls that bring a record, for ``--record-a2a-perf-stats`` (default
+        timed: measure forward calls that bring a record, for ``record_exchange_time`` (default
             False). It slows training down.
         balances: make a record for the moves of ``balance_ranks`` (default False).
     """

@@ -143,7 +143,7 @@ def test_model_on_two_ranks():
 
 def test_simulation_of_many_ranks_in_one_process(caplog):
     with caplog.at_level("WARNING", logger="fairseq_tutel.integrations.fairseq"):
-        model = build("--moe-simulate-world-size", "8", "--moe-expert-count", "16")
+        model = build("--moe-benchmark", "simulate_world_size=8", "--moe-expert-count", "16")
     assert "SIMULATION: this process is one rank of 8" in caplog.text
     assert list(model.moe_groups.local_experts) == [0, 1]
     out, extra = forward(model.train())

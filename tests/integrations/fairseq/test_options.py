@@ -20,6 +20,7 @@ from fairseq_tutel.integrations.fairseq.criterions import CRITERIONS
 from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES, TransformerLMGPTMoEConfig
 from fairseq_tutel.integrations.fairseq.models.transformer_fields import FlatTransformerConfig
 from fairseq_tutel.integrations.fairseq.options import help
+from fairseq_tutel.integrations.fairseq.options.benchmark import Benchmark, FormerFlags
 from fairseq_tutel.integrations.fairseq.options.fields import CONFIGS
 from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_options
 
@@ -74,7 +75,8 @@ def test_every_option_stands_in_one_group_with_a_help_text():
     names = ({name for config in these for name in config.__dataclass_fields__}
              for these in (configs, stock))  # fmt: skip
     own = next(names) - next(names)
-    assert sorted(field.name for field in fields) == sorted(own - {"moe_a2a"})  # a former name
+    former = {"moe_a2a", *(field.name for field in dataclasses.fields(FormerFlags))}
+    assert sorted(field.name for field in fields) == sorted(own - former)
     assert all(field.metadata["help"] for field in fields)
 
 
@@ -190,7 +192,14 @@ CONFLICTS = {
     "--moe-eval-capacity-token-fraction 0.25 | --moe-eval-capacity-factor 1.0",
     "--moe-gating-use-fp32 --moe-gating-use-model-dtype":
     "--moe-gating-use-fp32 | --moe-gating-use-model-dtype",
-    "--moe-force-load 3,1": "--moe-force-load 3,1 only measures speed: give --moe-benchmark",
+    "--moe-force-load 3,1":
+    "--moe-force-load 3,1 only measures speed: give --moe-benchmark force_load=3,1",
+    "--moe-benchmark force_load=3,x": "force_load=3,x must be numbers",
+    "--moe-benchmark force_load=1,ranks=2": "--moe-benchmark ranks=2: give KEY=VALUE of force_load",
+    "--moe-benchmark skip_exchange=2": "skip_exchange=2: give KEY=VALUE | skip_exchange=bool",
+    "--moe-benchmark simulate_world_size=-1": "simulate_world_size=-1 must be at least 0",
+    "--moe-benchmark simulate_world_size=8 --moe-simulate-world-size 4":
+    "simulate_world_size=8 and --moe-simulate-world-size 4, its former name",
     "--moe-load-bias quantile":
     "--moe-load-bias quantile needs --moe-second-expert-policy all, not 'sampling'",
     "--moe-expert-placement sliced --moe-expert-parallel-size 2":
@@ -200,13 +209,12 @@ CONFLICTS = {
     "--moe-parallelism-r x": "--moe-parallelism-r x must be a whole number, or auto",
     "--moe-parallelism-r -1": "--moe-parallelism-r -1 must be at least 0, or auto",
     "--moe-parallelism-r auto --dummy-a2a":
-    "--moe-parallelism-r auto cannot be combined with --dummy-a2a",
+    "--moe-parallelism-r auto cannot be combined with --moe-benchmark skip_exchange=true",
     "--moe-overlap-degree auto --record-a2a-perf-stats":
-    "--moe-overlap-degree auto cannot | --record-a2a-perf-stats",
-    "--moe-a2a auto --dummy-a2a": "--moe-exchange auto cannot be combined with --dummy-a2a",
+    "--moe-overlap-degree auto cannot | record_exchange_time=true, which measures without overlap",
     "--moe-a2a 2dh --moe-exchange auto": "--moe-exchange auto and --moe-a2a 2dh, its former name",
-    "--moe-overlap-degree auto --moe-simulate-world-size 8":
-    "cannot be combined with --moe-simulate-world-size 8",
+    "--moe-overlap-degree auto --moe-benchmark simulate_world_size=8":
+    "cannot be combined with --moe-benchmark simulate_world_size=8",
     "--moe-tune-file plans.json": "--moe-tune-file plans.json: nothing is tuned",
     "--moe-swiglu-bias": "--moe-swiglu-bias True is an option of another expert_network",
     "--base-layers 1": "--base-layers 1 cannot",
@@ -224,6 +232,27 @@ def test_conflicts_end_the_program_before_anything_is_built(words):
         assert fragment in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "former, present",
+    [
+        ("--moe-benchmark", ""),
+        ("--moe-benchmark --moe-force-load 3,1", "force_load=3,1"),
+        ("--moe-simulate-world-size 8", "simulate_world_size=8,skip_exchange=false"),
+        # of Meta's branches
+        ("--dummy-a2a --record-a2a-perf-stats", "skip_exchange=true,record_exchange_time=TRUE"),
+    ],
+)
+def test_former_flags_of_measurements_are_keys_of_one(former, present):
+    """Also as a config of an earlier commit has them: moe_benchmark: true."""
+    both = [config(*former.split()).model, config("--moe-benchmark", present).model]
+    if both[0].moe_benchmark:
+        both[0].moe_benchmark = True
+    known, want = (run_options(args, TransformerLMGPTMoEConfig) for args in both)
+    assert known.benchmark == want.benchmark and known.routing == want.routing
+    assert known.routing.force_load == ("3,1" if "3,1" in former else "")
+    assert bool(present) == (want.benchmark != Benchmark())
+
+
 # an option that has no effect without another one: some value, and what turns it on
 PARENTS = {
     "moe_load_bias_rate": ("0.5", "--moe-load-bias sign --moe-second-expert-policy all"),
@@ -238,7 +267,6 @@ PARENTS = {
     "moe_tune_steps": ("3", "--moe-exchange auto"),
     "moe_tune_max_loss": ("0.5", "--moe-exchange auto"),
     "moe_trace_interval": ("2", "--moe-trace folder"),
-    "moe_force_load": ("1", "--moe-benchmark"),
     "moe_tune_file": ("x.json", "--moe-exchange auto"),
     "cmr_gate_loss_wt": ("0.1", "--moe-cmr"),
     "cmr_gate_loss_p": ("0.1", "--moe-cmr --cmr-gate-loss-wt 0.1"),

@@ -138,4 +138,4 @@ def test_a_simulated_rank_starts_afresh(tmp_path, monkeypatch):
     # it labels every line that the process logs from then on
     monkeypatch.setattr(logging, "setLogRecordFactory", lambda factory: None)
     save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt", 0)
-    assert _start(tmp_path, "--moe-simulate-world-size", "4").get_num_updates() == 0
+    assert _start(tmp_path, "--moe-benchmark", "simulate_world_size=4").get_num_updates() == 0

@@ -16,6 +16,7 @@ from ....config import EXPERTS
 from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
 from ....training import add_lora
 from ....tuning import ExchangeTuner
+from ..options.benchmark import benchmark_of
 from ..options.command_line import add_meta_flags
 from ..options.data_tags import other_dictionary
 from ..options.options import RunOptions
@@ -28,7 +29,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def world_size(args: Any) -> int:
     """Return the number of ranks, simulated ones included, for a model's options."""
-    return max(distributed.process_world()[1], args.moe_simulate_world_size)
+    return max(distributed.process_world()[1], benchmark_of(args).simulate_world_size)
 
 
 class LayerFactory:
@@ -43,7 +44,7 @@ class LayerFactory:
         self.groups = distributed.build_groups(
             run.routing.num_experts,
             expert_parallel_size=run.args.moe_expert_parallel_size,
-            simulate_world_size=run.args.moe_simulate_world_size,
+            simulate_world_size=run.benchmark.simulate_world_size,
             placement=str(run.args.moe_expert_placement),
         )
         if self.groups.simulated:
@@ -70,8 +71,8 @@ class LayerFactory:
             experts=dataclasses.replace(experts, **of_model),
             groups=self.groups,
             exchange=run.exchange,
-            record_exchange_time=run.args.record_a2a_perf_stats,
-            skip_exchange=run.args.dummy_a2a,
+            record_exchange_time=run.benchmark.record_exchange_time,
+            skip_exchange=run.benchmark.skip_exchange,
             layer_index=next(self._numbers),
         )
 

@@ -21,6 +21,8 @@ from ....config import (
     OptionError,
 )
 from ....config.options import FRACTION, above, as_flag, at_least, check_ranges, option, with_flags
+from . import benchmark
+from .benchmark import Benchmark, benchmark_of
 from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
 from .held_experts import EXPERT_DTYPES, expert_storage
 
@@ -35,7 +37,12 @@ _AUTOS = [f"{flag}=auto" for flag in TUNED.values()]
 
 
 @dataclass
-class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig)):
+class MoEOptions(
+    schema_of(ExchangeConfig),
+    schema_of(MoEConfig),
+    schema_of(ExpertConfig),
+    benchmark.FormerFlags,
+):
     """Base of a model's dataclass: the layers' options, and those of a training run."""
 
     moe_lora_rank: int = _size(
@@ -103,17 +110,7 @@ class MoEOptions(schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(Expe
         "nothing",
     )
 
-    record_a2a_perf_stats: bool = _debugging(
-        False, "log the time of the forward all-to-alls (synchronises each layer: slow, no overlap)"
-    )
-    dummy_a2a: bool = _debugging(
-        False, "leave out the all-to-alls, for benchmarks; the results are wrong"
-    )
-    moe_simulate_world_size: int = _debugging(
-        0,
-        "simulate one rank of this many in one process: all-to-alls become local copies",
-        at_least(0),
-    )
+    moe_benchmark: Optional[str] = _debugging(None, benchmark.HELP, const=benchmark.ALONE)
     num_workers_valid: int = _debugging(
         0,
         "subprocesses that load validation data (with MoE models; --num-workers in training)",
@@ -158,6 +155,7 @@ class RunOptions:
     experts: ExpertConfig
     storage: str  # expert_storage of the layers
     tuned: tuple[str, ...]  # fields of ExchangeConfig that the tuner chooses
+    benchmark: Benchmark
 
 
 # options of fairseq's models
@@ -223,7 +221,8 @@ def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> Run
             "--moe-expert-placement sliced has parts of experts there: give one of them"
         )
     exchange, storage = exchange_config(args), expert_storage(args)
-    return RunOptions(args, routing, exchange, experts, storage, _tuned_fields(args))
+    tuned, measured = _tuned_fields(args), benchmark_of(args)
+    return RunOptions(args, routing, exchange, experts, storage, tuned, measured)
 
 
 def _check_stock_options(args: Any) -> None:
@@ -269,6 +268,8 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
         if values.get("gating_fp32"):
             raise ValueError("--moe-gating-use-fp32 contradicts --moe-gating-use-model-dtype")
         values["gating_fp32"] = False
+    if load := benchmark_of(args).force_load:
+        values |= {"benchmark": True, "force_load": load}
     return _built(MoEConfig, {"num_experts": num_experts, **values})
 
 
@@ -326,12 +327,13 @@ def _tuned_fields(args: Any) -> tuple[str, ...]:
             raise ValueError(f"--moe-tune-file {args.moe_tune_file}: nothing is tuned: {choices}")
         return ()
     autos = " and ".join(as_flag(TUNED[field], "auto") for field in fields)
-    simulated = args.moe_simulate_world_size
-    for flag, on in (
-        ("--record-a2a-perf-stats, which measures without overlap", args.record_a2a_perf_stats),
-        ("--dummy-a2a, which leaves out the exchanges", args.dummy_a2a),
-        (f"--moe-simulate-world-size {simulated}, which exchanges nothing", simulated > 1),
+    given = benchmark_of(args)
+    for key, why in (
+        ("record_exchange_time", "which measures without overlap"),
+        ("skip_exchange", "which leaves out the exchanges"),
+        ("simulate_world_size", "which exchanges nothing"),
     ):
-        if on:
-            raise ValueError(f"{autos} cannot be combined with {flag}")
+        if value := getattr(given, key):
+            other = f"--moe-benchmark {key}={str(value).lower()}"
+            raise ValueError(f"{autos} cannot be combined with {other}, {why}")
     return fields

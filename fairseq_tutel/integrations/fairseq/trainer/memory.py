@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from ....moe.memory import StepMemory, free_memory
 from ....training.out_of_memory import is_out_of_memory, memory_held, out_of_memory
 from .sets import changed
@@ -42,8 +40,8 @@ class MemoryMixin:
         symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model
         ranks = self.data_parallel_world_size
-        if OmegaConf.is_config(model) and model.get("moe_simulate_world_size", 0) > 1:
-            ranks = model.moe_simulate_world_size
+        if self._model.moe_groups.simulated:
+            ranks = self._model.moe_groups.world_size
         other = {} if num_experts is None else {"moe_expert_count": num_experts}
         try:
             with changed(model, other) if other else contextlib.nullcontext():
