@@ -125,30 +125,6 @@ def test_checkpointed_layer_and_frozen_parts():
     assert layer.gate.wg.weight.grad.any()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"activation_memory": "least"}, "'least' is unknown; choose one of fast, lean, minimal"),
-        ({"activation_storage": "fp8"}, "'fp8' needs activation_memory='lean'"),
-        ({"activation_memory": "minimal", "activation_storage": "fp8"}, "needs .*='lean'"),
-        ({"activation_memory": "lean", "activation_storage": "bf16"}, "'bf16' .*one of same, fp8"),
-        (
-            {
-                "activation_memory": "lean",
-                "activation_storage": "fp8",
-                "expert_network": "clamped_swiglu",
-            },
-            "not for ClampedSwiGLUExperts",
-        ),
-        ({"activation_memory": "lean", "expert_fn": lambda: torch.nn.Linear(M, M)}, "expert_fn"),
-    ],
-)
-def test_refused(options, words):
-    hidden = {} if "expert_fn" in options else {"hidden_dim": F}
-    with pytest.raises(ValueError, match=words):
-        MoELayer(M, E, **hidden, **options)
-
-
 def test_hooks_see_the_experts():
     layer = MoELayer(M, E, F, seed=3, capacity_factor=0.0, activation_memory="minimal")
     seen = []

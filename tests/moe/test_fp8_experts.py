@@ -6,19 +6,13 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.assertions import assert_close, rms_ratio
-from helpers.distributed import run_ranks
-from helpers.layers import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import _fp8 as fp8
-from fairseq_tutel.config import ExchangeConfig
-from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops.fp8 import check_fp8
-from fairseq_tutel.training import add_lora
 
 M, F, E = 32, 64, 4
 
@@ -96,53 +90,6 @@ def test_error_and_gradients(network, factor, top_k, memory, way, backend):
         assert_close("fc2_bias", bias, exact.experts.fc2_bias.grad, torch.float32)
 
 
-# placement, options of the exchange and of the layer
-RANKS = [
-    ("replicated", {}, {}),
-    ("replicated", {"overlap_degree": 2}, {}),
-    ("replicated", {"overlap_degree": 2}, {"activation_memory": "lean", "capacity_factor": 2.0}),
-    ("replicated", {}, {"activation_memory": "minimal"}),
-    ("replicated", {"balance_ranks": True, "balance_min_rows": 1}, {}),
-    ("sliced", {"r": 1}, {"activation_memory": "minimal"}),
-    ("sliced", {"r": 2}, {"expert_network": "swiglu"}),
-    ("sliced", {"r": 0}, {}),
-]
-
-
-def every_path_multiplies_in_fp8():
-    for placement, exchange, options in RANKS:
-        experts = 1 if placement == "sliced" else E
-        given = {
-            "groups": build_groups(experts, placement=placement),
-            "exchange": ExchangeConfig(**exchange),
-            **{"top_k": 1, "capacity_factor": 0.0, "seed": 1, "expert_network": "ffn", **options},
-        }
-        low = MoELayer(M, experts, F, expert_compute="fp8", **given)
-        exact = MoELayer(M, experts, F, **given).double()
-        exact.load_state_dict(low.state_dict())
-        x = torch.randn(32, M, generator=torch.Generator().manual_seed(dist.get_rank()))
-        got, want = run(low, x, x), run(exact, x.double(), x.double())
-        for name, value in got.items():
-            error = rms_ratio(value, want[name])
-            least = 0.02 if name == "y" else 0.0
-            assert least <= error < 0.08, (placement, exchange, options, name, error)
-
-
-def test_on_ranks():
-    run_ranks(every_path_multiplies_in_fp8, 2)
-
-
-def test_updated_experts_multiply_in_fp8():
-    """Experts with low-rank updates, in training and in evaluation."""
-    low, exact = layers("swiglu", capacity_factor=0.0)
-    model = torch.nn.Sequential(low)
-    add_lora(model, rank=2)
-    x = torch.randn(16, M)
-    want = exact(x.double())
-    for got in (model(x), model.eval()(x)):
-        assert 0.02 < rms_ratio(got, want) <= NETWORKS["swiglu"]
-
-
 def test_one_line_says_that_it_is_emulated(caplog):
     low, _ = layers("ffn")
     with caplog.at_level(logging.WARNING):
@@ -182,17 +129,6 @@ def test_a_layer_is_refused_where_its_weights_are_on_a_gpu_without_fp8(monkeypat
         ):
             with pytest.raises(ValueError, match="needs a Hopper or Blackwell GPU, .* an A100"):
                 call()
-
-
-def test_refusals():
-    for options, message in (
-        ({"expert_compute": "fp4"}, "fp4"),
-        ({"expert_compute": "fp8", "hidden_dim": 24}, "multiples of 16, not model_dim=32 and 24"),
-        ({"expert_compute": "fp8", "expert_storage": "int8"}, "expert_storage='int8' has its own"),
-        ({"expert_compute": "fp8", "expert_fn": lambda: torch.nn.Linear(M, M)}, "expert_compute"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            MoELayer(M, E, **options)
 
 
 @pytest.mark.interpreted

@@ -129,27 +129,6 @@ def test_all_ranks_record_and_replay_under_activation_checkpointing(sizes):
     assert run_ranks(_on_ranks, len(sizes), sizes) == want
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"choices": torch.zeros(T, 2)}, "choices must be integers"),
-        ({"choices": torch.zeros(T - 1, 2, dtype=torch.long)}, "got torch.int64 .22, 2"),
-        ({"choices": torch.tensor([[0, E]] * T)}, f"has expert {E}, the layer has {E}"),
-        # numbers that a cast to int32 would turn into experts
-        ({"choices": torch.tensor([[0, 2**32 + 1]] * T)}, f"has expert {2**32 + 1}, the layer has"),
-        ({"choices": torch.tensor([[0, 3 - 2**32]] * T)}, f"has expert {2**32 - 5}, the layer has"),
-        ({"choices": torch.tensor([[0, 2**64 - 3]] * T, dtype=torch.uint64)}, "got torch.uint64"),
-        ({"choices": torch.tensor([[0, 1]] * 4 + [[2, 2]] * 19)}, "token 4 an expert twice"),
-        ({"choices": torch.tensor([[0, 1]] * T), "top_k": 1}, "top_k=1"),
-        ({"weights": torch.ones(T, 2)}, "belongs to choices="),
-        ({"choices": torch.tensor([[0, 1]] * T), "weights": torch.ones(T, 1)}, "weights must be"),
-    ],
-)  # fmt: skip
-def test_choices_that_do_not_fit_are_refused(given, text):
-    with pytest.raises(ValueError, match=text):
-        MoELayer(M, E, 8)(torch.randn(T, M), **given)
-
-
 def test_a_layer_that_is_called_twice_needs_two_blocks():
     layer = MoELayer(M, E, 8)
     with pytest.raises(RuntimeError, match="called twice"), training.record_choices(layer):

@@ -219,73 +219,6 @@ def test_experts_in_one_argument_are_those_of_the_short_forms(experts, short):
     assert (shared.shared_expert.activation, shared.shared_expert.dropouts) == ("relu", (0.0, 0.5))
 
 
-ONE = network()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"expert_fn": 3}, "expert_fn must be a function that makes an expert, got 3"),
-        ({"expert_fn": ONE}, "(?s)must be a function that makes an expert, got Sequential"),
-        ({"expert_fn": network, "hidden_dim": 8}, "and not hidden_dim=8"),
-        ({"expert_fn": network, "expert_network": "geglu"}, "and not expert_network='geglu'"),
-        ({"expert_network": "geglu", "activation": "relu"}, "activation='relu'.*'geglu' has its"),
-        ({"expert_fn": lambda: None}, "function of experts must make modules, but made None"),
-        ({"expert_fn": lambda: ONE}, "the same module twice"),
-        ({"expert_fn": network, "experts": [ONE] * E}, "expert_fn and experts both"),
-        ({"experts": [nn.Identity()] * E, "hidden_dim": 8}, "experts= .* and not hidden_dim=8"),
-        ({"experts": [nn.Identity()] * 3}, "3 expert modules given.*holds 4 of 4"),
-        ({"experts": ONE[0]}, "experts must be a list of modules, got Linear"),
-        ({"experts": lambda: ONE}, "the same module twice"),
-        # given, and not only different from the default
-        ({"expert_fn": network, "expert_network": "ffn"}, "and not expert_network='ffn'"),
-        ({"experts": network, "dropout": 0.0}, "experts= says .* not dropout=0.0"),
-        ({"experts": network, "activation": "relu"}, "experts= says .* not activation='relu'"),
-        ({"experts": ExpertConfig(), "activation": "gelu"}, "beside it: {'activation': 'gelu'}"),
-        ({"experts": ExpertConfig(), "expert_fn": network}, "expert_fn and experts both"),
-        ({"gate": "cosine"}, "gate must be a module, got 'cosine'; router='cosine'"),
-        ({"top_k": 1.5}, "top_k=1.5 must be a whole number"),
-        ({"groups": ExpertParallelGroups(8)}, "groups were built for 8 experts, the layer has 4"),
-        ({"hidden_dim": 0}, "hidden_dim=0"),
-        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
-        ({"activation": "softplus"}, "unknown activation 'softplus'"),
-        ({"shared_expert_dim": -1}, "shared_expert_dim=-1"),
-        ({"shared_expert_gate": True}, "=True needs shared_expert_dim"),
-        ({"load_bias": "sign", "gate": ONE}, "load_bias='sign' needs a router"),
-        ({"expert_network": "glu"}, "expert_network='glu' is unknown.*ffn, geglu"),
-        (
-            {"expert_network": "swiglu", "expert_options": {"biases": True}},
-            "expert_network='swiglu' has no option 'biases'",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        MoELayer(M, E, **options)
-
-
-@pytest.mark.parametrize("sizes", [(M + 2, M), (M, M + 2)])
-@pytest.mark.parametrize("factor", [0.0, 2.0])
-def test_experts_of_a_wrong_width_are_named(sizes, factor):
-    layer = MoELayer(M, E, expert_fn=lambda: nn.Linear(*sizes), capacity_factor=factor)
-    with pytest.raises(ValueError, match=rf"an expert maps \[n, {M}\] to .*; Linear got"):
-        layer(torch.randn(9, M))
-
-
-MEANT = {
-    "capacity": "capacity_factor", "hiden_dim": "hidden_dim", "topk": "top_k", "xyzzy": None,
-    "activation_mem": "activation_memory", "expert_func": "expert_fn",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("given", "meant"), MEANT.items())
-def test_a_name_that_is_no_option_brings_the_near_one(given, meant):
-    with pytest.raises(TypeError) as error:
-        MoELayer(M, E, **{given: 1.25})
-    end = f"; did you mean {meant}?" if meant else ""
-    assert str(error.value) == f"MoELayer has no option {given}=1.25{end}"
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_top_k_and_capacity_factor_of_one_call(training):
     layer = make_layer(torch.float32, top_k=1, capacity_factor=1.0).train(training)
@@ -325,14 +258,6 @@ def test_jitter_reaches_the_gate_only():
     ratio = seen[0] / x
     assert 0.75 <= ratio.min() < 0.76 and 1.24 < ratio.max() <= 1.25
     assert ratio.mean().item() == pytest.approx(1.0, abs=0.01)
-
-
-def test_wrong_sizes_are_refused_with_their_values():
-    layer = make_layer(torch.float32)
-    with pytest.raises(ValueError, match="model_dim=6, the input has 5"):
-        layer(torch.randn(3, 5))
-    with pytest.raises(ValueError, match="top_k=5 must be at most 4"):
-        layer(torch.randn(3, M), top_k=5)
 
 
 def test_losses_and_counts_are_left_out_where_nobody_reads_them():

@@ -1,4 +1,4 @@
-"""LoRA on experts: against explicit W + B A in a loop over tokens in fp64; ranks; files."""
+"""LoRA on experts: frozen weights, merging, checkpoints, files. Numbers: test_product.py."""
 
 import contextlib
 import json
@@ -6,35 +6,24 @@ import os
 
 import pytest
 import torch
-from experts_on_ranks import by_hand, check_on_ranks
+from experts_on_ranks import check_on_ranks
 from helpers.assertions import rms_ratio
 from helpers.distributed import on_ranks, run_ranks
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
-from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, process_world
-from fairseq_tutel.moe import MoELayer, hold_experts, replace_ffn
+from fairseq_tutel.moe import MoELayer, hold_experts
 from fairseq_tutel.moe.experts import LoRAExperts
 from fairseq_tutel.moe.experts.int8 import Int8
 
 E, M, F, TOKENS, RANK, ALPHA = 4, 6, 8, 24, 3, 6.0
-NETWORKS = {
-    "ffn": lambda g, u: functional.gelu(u),
-    "swiglu": lambda g, u: functional.silu(g) * u,
-    "geglu": lambda g, u: functional.gelu(g) * u,
-    "clamped_swiglu": lambda g, u: g * torch.sigmoid(1.702 * g) * (u + 1),
-}
-LAYOUTS = {"ragged": 0.0, "padded": 4.0}
 
 
 def make(network="ffn", experts=E, groups=None, seed=3, lora=True, storage="same", **options):
     """Return a layer whose updates are as large as the weights."""
     torch.manual_seed(0)
     given = {} if network == "ffn" else {"expert_options": {"bias": True}}
-    if network == "clamped_swiglu":
-        given["expert_options"]["limit"] = 1e9
     layer = MoELayer(
         M, experts, F, expert_network=network, groups=groups, seed=seed,
         **{"capacity_factor": 0.0, "second_expert_policy": "all", **given, **options},
@@ -62,26 +51,6 @@ def fill(layer):
                 param[slot * count : (slot + 1) * count] = 0.3 * whole
 
 
-def tensors_of(layer):
-    """Return the layer's tensors in fp64; updates are leaves."""
-    state = {name: value.double().clone() for name, value in layer.state_dict().items()}
-    return {n: v.requires_grad_("lora" in n) for n, v in state.items()}
-
-
-def explicit(layer, state, x, network):
-    """Compute the layer in a loop over tokens, with explicit W + alpha / r B A."""
-
-    def linear(v, own, name):
-        a, b = own[f"{name}.lora_A"], own[f"{name}.lora_B"]
-        return (own[f"{name}.weight"] + ALPHA / RANK * b @ a) @ v + own[f"{name}.bias"]
-
-    def expert(x_M, own):
-        gate = None if network == "ffn" else linear(x_M, own, "fc_gate")
-        return linear(NETWORKS[network](gate, linear(x_M, own, "fc1")), own, "fc2")
-
-    return by_hand(layer, x, expert, state)
-
-
 def gradients_of(layer):
     """Return the gradients of the updates by the names of state dicts."""
     names = layer.experts.single_names()
@@ -92,32 +61,10 @@ def gradients_of(layer):
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_equals_the_loop(network, layout):
-    layer = make(network, capacity_factor=LAYOUTS[layout]).double()
-    state = tensors_of(layer)
-    x = torch.randn(TOKENS, M, dtype=torch.float64, requires_grad=True)
-    target = torch.randn(TOKENS, M, dtype=torch.float64)
-    want = explicit(layer, state, x, network)
-    updates = {name: value for name, value in state.items() if "lora" in name}
-    d_x, *d_updates = torch.autograd.grad((want * target).sum(), [x, *updates.values()])
-    given = x.detach().requires_grad_()
-    y = layer(given)
-    (y * target).sum().backward()
-    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(given.grad, d_x, rtol=1e-6, atol=1e-9)
-    want = dict(zip(updates, d_updates, strict=True))
-    torch.testing.assert_close(gradients_of(layer), want, rtol=1e-6, atol=1e-9)
-    with torch.no_grad():
-        torch.testing.assert_close(layer.eval()(x), explicit(layer, state, x, network))
-
-
 @pytest.mark.parametrize("network", ["ffn", "swiglu"])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_gradients_follow_from_those_of_the_weights(network, dropout):
+def test_gradients_follow_from_those_of_the_weights(network):
     """With dropout and activation checkpointing; dA = s B^T dW and dB = s dW A^T."""
-    options = {"dropout": dropout, "activation_dropout": dropout}
+    options = {"dropout": 0.4, "activation_dropout": 0.4}
     layer = make(network, **options).double()
     whole = make(network, lora=False, **options).double()
     merged = make(network, **options).double()
@@ -138,31 +85,15 @@ def test_gradients_follow_from_those_of_the_weights(network, dropout):
         torch.testing.assert_close(b.grad, scale * d_w @ a.mT)
 
 
-def test_autocast():
-    layer, x = make("swiglu"), torch.randn(TOKENS, M)
-    want = layer.double()(x.double())
-    want.sum().backward()
-    exact = gradients_of(layer)
-    layer.float().zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-        y.float().sum().backward()  # autocast also around the backward pass
-    assert y.dtype == torch.bfloat16 and rms_ratio(y, want) < 0.02
-    for name, gradient in gradients_of(layer).items():
-        assert gradient.dtype == torch.float32 and rms_ratio(gradient, exact[name]) < 0.05, name
-
-
 @pytest.mark.parametrize("held", [False, True], ids=["converted", "held"])
 @pytest.mark.parametrize("storage", ["bf16", "int8"])
-@pytest.mark.parametrize("network", ["ffn", "swiglu"])
-def test_frozen_weights_in_fewer_bytes(network, storage, held):
-    plain = make(network, lora=False)
-    layer = make(network, lora=False)
+def test_frozen_weights_in_fewer_bytes(storage, held):
+    plain, layer = make("swiglu", lora=False), make("swiglu", lora=False)
     if held:
         layer.experts = hold_experts(layer.experts, storage)
     training.add_lora(layer, RANK, ALPHA, storage="same" if held else storage, seed=3)
     fill(layer)
-    exact = make(network)
+    exact = make("swiglu")
     state = plain.state_dict()
     for name, value in state.items():
         if name.startswith("experts.") and (storage == "bf16" or name.endswith("weight")):
@@ -178,7 +109,7 @@ def test_frozen_weights_in_fewer_bytes(network, storage, held):
     torch.testing.assert_close(layer(x), exact(x), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients_of(layer), gradients_of(exact), rtol=1e-4, atol=1e-5)
     assert all(p.grad is None for n, p in bank.named_parameters() if "lora" not in n)
-    other = make(network, storage=storage)
+    other = make("swiglu", storage=storage)
     other.load_state_dict(layer.state_dict())
     torch.testing.assert_close(other(x), layer(x), rtol=0.02, atol=0.02)  # saved in bf16
     training.merge_lora(layer)
@@ -242,49 +173,14 @@ def test_no_copy_of_weights_is_kept():
     assert 0 < max(sizes) < layer.experts.fc2_weight.numel()
 
 
-def test_experts_of_an_existing_model():
-    block = torch.nn.Sequential(
-        torch.nn.Linear(M, F, bias=False), torch.nn.GELU(), torch.nn.Linear(F, M, bias=False)
-    )
-    model, x = torch.nn.Sequential(torch.nn.Linear(M, M), block), torch.randn(TOKENS, M)
-    y = model(x)
-    replace_ffn(model, ["1"], E, copy_weights=True, capacity_factor=0.0)
-    optimizer = torch.optim.Adam(training.add_lora(model, 4), lr=0.02)
-    model(x).square().mean().backward()
-    optimizer.step()
-    trained = model(x)
-    assert 1e-3 < rms_ratio(trained, y) < 0.5
-    training.merge_lora(model)
-    torch.testing.assert_close(model(x), trained, rtol=1e-4, atol=1e-5)
-
-
 @on_ranks(4, timeout=150)
 def test_on_ranks(tmp_path):
-    cases = [(E, "replicated", 1, 4), (E, "replicated", 0, 1)]
-    cases += [(2, "sliced", 1, 2), (2, "sliced", 2, 1), (2, "sliced", 0, 1)]
+    cases = [(E, "replicated", 1, 4), (2, "sliced", 2, 1)]
 
     def with_lora(experts, groups, **options):
         return make("swiglu", experts=experts, groups=groups, **options).double()
 
     check_on_ranks(with_lora, M, cases, tmp_path)
-
-
-@on_ranks(2)
-def test_ranks_help_each_other():
-    """The updated weights of busy experts travel."""
-    rank, _ = process_world()
-    x = torch.randn(TOKENS, M, generator=torch.Generator().manual_seed(rank)).double()
-    choices, found = torch.tensor([0, 1]).expand(TOKENS, 2), []
-    balancing = ExchangeConfig(balance_ranks=True, balance_min_rows=1)
-    for exchange in ("linear", balancing):
-        layer = make("swiglu", groups=build_groups(E), storage="int8", exchange=exchange).double()
-        y, aux = layer(x, choices=choices, return_aux=True)
-        y.square().sum().backward()
-        found.append([y, *gradients_of(layer).values()])
-    moved = torch.tensor([aux.record.bytes_moved])
-    torch.distributed.all_reduce(moved)
-    assert moved > 0
-    torch.testing.assert_close(*found)
 
 
 def trained(groups):

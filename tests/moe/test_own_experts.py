@@ -137,17 +137,3 @@ def test_the_first_linear_layer_says_the_width():
     assert torch.equal(given.experts[3][0].weight, layer.experts[3][0].weight)
     modules = [published_expert() for _ in range(4)]
     assert MoELayer(num_experts=4, experts=modules).model_dim == M
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({}, TypeError, "needs model_dim, or expert_fn= or experts="),
-        ({"expert_fn": nn.Identity}, ValueError, "Identity has no linear layer.*give model_dim="),
-        ({"expert_fn": lambda: nn.LazyLinear(M)}, ValueError, "LazyLinear has no linear layer"),
-        ({"model_dim": M, "optimizer": "adamw"}, TypeError, r"(?s)optimizer='adamw'.*AdamW\(model"),
-    ],
-)
-def test_what_a_layer_cannot_infer_or_take(options, kind, message):
-    with pytest.raises(kind, match=message):
-        MoELayer(num_experts=4, **options)
