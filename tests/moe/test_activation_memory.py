@@ -1,4 +1,7 @@
-"""``activation_memory``: results and gradients of ``fast``, with fewer bytes kept."""
+"""``activation_memory``: bits of ``fast``, also with dropout, from fewer bytes.
+
+Against the loop, on ranks, recomputed, in autocast: test_product.py.
+"""
 
 import itertools
 
@@ -7,7 +10,6 @@ import torch
 from helpers.distributed import run_ranks
 from helpers.layers import make_layer, run, tokens_of
 from helpers.saved import SavedBytes
-from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups
@@ -17,14 +19,12 @@ from fairseq_tutel.ops import backend as chooser
 M, F, E, T = 16, 32, 4, 96
 MODES = ("lean", "minimal")
 NETWORKS = {
-    "ffn": {"activation": "gelu"},
     "squared relu": {"activation": "relu_squared"},
-    "swiglu": {"expert_network": "swiglu"},
     "geglu with biases": {"expert_network": "geglu", "expert_options": {"bias": True}},
 }
 
 
-def step(mode, dtype=torch.float64, compiled=False, autocast=False, tokens=T, **options):
+def step(mode, dtype=torch.float64, compiled=False, tokens=T, **options):
     """y and the gradients of x and of all parameters, in their order."""
     options = {"top_k": 2, "capacity_factor": 0.0, **options}
     torch.manual_seed(1)
@@ -34,8 +34,7 @@ def step(mode, dtype=torch.float64, compiled=False, autocast=False, tokens=T, **
     x.requires_grad_()
     torch.manual_seed(2)
     call = torch.compile(layer, backend="aot_eager") if compiled else layer
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = call(x)
+    y = call(x)
     y.backward(dy.to(y.dtype))
     return y.detach(), [x.grad, *(param.grad for param in layer.parameters())]
 
@@ -60,14 +59,14 @@ def check_modes(dtype, **options):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_same_bits_and_gradients_as_fast(network, dtype):
-    for factor, dropout in itertools.product((0.0, 0.75), (0.0, 0.3)):
-        check_modes(dtype, capacity_factor=factor, dropout=dropout, **NETWORKS[network])
+    for factor in (0.0, 0.75):
+        check_modes(dtype, capacity_factor=factor, dropout=0.3, **NETWORKS[network])
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("network", "layout"),
-    [("ffn", {"capacity_factor": 0.75, "dropout": 0.3}), ("geglu with biases", {})],
+    [("squared relu", {"capacity_factor": 0.75, "dropout": 0.3}), ("geglu with biases", {})],
 )
 def test_kernels(network, layout, monkeypatch):
     monkeypatch.setattr(chooser, "_requested", "triton")
@@ -101,41 +100,15 @@ def test_storage_rounds_gradients_alone():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch(mode):
+def test_compiled(mode):
     y, gradients = step("fast", torch.float32)
     compiled_y, compiled = step(mode, torch.float32, compiled=True)
     torch.testing.assert_close(compiled_y, y)
     assert_equal_but_for_rounding(compiled, gradients, torch.float32)
 
-    fast_y, fast = step("fast", torch.float32, autocast=True)
-    lean_y, lean = step(mode, torch.float32, autocast=True)
-    torch.testing.assert_close(lean_y, fast_y, rtol=0, atol=0)
-    assert_equal_but_for_rounding(lean, fast, torch.bfloat16)
-
-
-def test_checkpointed_layer_and_frozen_parts():
-    layer = MoELayer(M, E, F, seed=3, capacity_factor=0.0, activation_memory="lean").double()
-    layer.experts.requires_grad_(False)
-    x = torch.randn(T, M, dtype=torch.float64).requires_grad_()
-    (once,) = torch.autograd.grad(layer(x).square().sum(), x)
-    again = checkpoint(layer, x, use_reentrant=False)
-    again.square().sum().backward()
-    torch.testing.assert_close(x.grad, once)
-    assert all(param.grad is None for param in layer.experts.parameters())
-    assert layer.gate.wg.weight.grad.any()
-
-
-def test_hooks_see_the_experts():
-    layer = MoELayer(M, E, F, seed=3, capacity_factor=0.0, activation_memory="minimal")
-    seen = []
-    layer.experts.register_forward_hook(lambda module, given, out: seen.append(out.shape))
-    layer(torch.randn(T, M)).sum().backward()
-    assert seen == [(2 * T, M)]
-
 
 RANKS = [
-    # experts, placement, options of the exchange, of the layer (others: test_fuzz.py)
-    (8, "replicated", {"overlap_degree": 4}, {"expert_network": "swiglu"}),
+    # experts, placement, options of the exchange, of the layer
     (4, "replicated", {"overlap_degree": 2}, {"layout": "padded", "dropout": 0.2}),
     (2, "sliced", {"r": 1}, {"dropout": 0.2, "activation_dropout": 0.2}),
     (2, "sliced", {"r": 2, "overlap_degree": 2}, {"dropout": 0.2}),

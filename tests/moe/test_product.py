@@ -36,6 +36,11 @@ AXES = {
     "recompute": (None, True, False),
     "frozen": ("nothing", "experts", "tokens"),
 }
+OPTIONS = {
+    "swiglu": {"bias": True},
+    "geglu": {},
+    "clamped_swiglu": {"bias": True, "alpha": 1.5, "shift": 0.5},
+}
 
 
 @register_experts("leaky")
@@ -53,26 +58,30 @@ def expert_of(x, network, w):
     """One expert on rows [n, M]; ``w`` are its tensors by name."""
     if network == "leaky":
         return F.leaky_relu(x @ w["up.weight"].t()) @ w["down.weight"].t()
-    hidden = F.linear(x, w["fc1.weight"], w["fc1.bias"])
+
+    def linear(x, layer):
+        return F.linear(x, w[f"{layer}.weight"], w.get(f"{layer}.bias"))
+
+    hidden = linear(x, "fc1")
     if network in ("swiglu", "geglu"):
-        gate = F.linear(x, w["fc_gate.weight"], w["fc_gate.bias"])
-        hidden = (F.silu if network == "swiglu" else F.gelu)(gate) * hidden
+        hidden = (F.silu if network == "swiglu" else F.gelu)(linear(x, "fc_gate")) * hidden
     elif network == "clamped_swiglu":
-        gate = F.linear(x, w["fc_gate.weight"], w["fc_gate.bias"]).clamp(max=7)
-        hidden = gate * torch.sigmoid(1.702 * gate) * (hidden.clamp(-7, 7) + 1)
+        gate = linear(x, "fc_gate").clamp(max=7)
+        hidden = gate * torch.sigmoid(1.5 * gate) * (hidden.clamp(-7, 7) + 0.5)
     else:
         hidden = F.gelu(hidden)
-    return F.linear(hidden, w["fc2.weight"], w["fc2.bias"])
+    return linear(hidden, "fc2")
 
 
 def shapes_of(network):
-    firsts = ("fc_gate", "fc1") if "glu" in network else ("fc1",)
     if network == "leaky":
         return {"up.weight": (H, M), "down.weight": (M, H)}
-    shapes = {}
-    for first in firsts:
-        shapes |= {f"{first}.weight": (H, M), f"{first}.bias": (H,)}
-    return shapes | {"fc2.weight": (M, H), "fc2.bias": (M,)}
+    outputs = {"fc_gate": H} if "glu" in network else {}
+    outputs |= {"fc1": H, "fc2": M}
+    shapes = {f"{layer}.weight": (size, H + M - size) for layer, size in outputs.items()}
+    if network != "geglu":
+        shapes |= {f"{layer}.bias": (size,) for layer, size in outputs.items()}
+    return shapes
 
 
 def invalid(cell):
@@ -223,9 +232,8 @@ def build(cell):
         # beside modules, giving a default is refused, too
         given = dict(given.items() - default.items()) | {"expert_fn": own_expert}
     else:
-        gated = "glu" in cell.network
-        options = {"expert_options": {"bias": True}} if gated else {}
-        given |= {"hidden_dim": H, "expert_network": cell.network, **options}
+        options = OPTIONS.get(cell.network)
+        given |= {"hidden_dim": H, "expert_network": cell.network, "expert_options": options}
     helped = {"balance_ranks": True, "balance_tolerance": 1.0, "balance_min_rows": 1}
     more = helped if cell.helped else {}
     exchange = ExchangeConfig("linear", overlap_degree=cell.degree, r=r, **more)

@@ -192,13 +192,6 @@ def test_whole_parts_can_be_compiled(path):
     torch.testing.assert_close(outcome(layer, x), want)
 
 
-def test_a_parametrization_of_stacked_experts_is_refused():
-    layer = make()
-    parametrize.register_parametrization(layer.experts, "fc1_weight", Double())
-    with pytest.raises(ValueError, match=r"experts.fc1_weight is no parameter.*training.add_lora"):
-        layer(torch.randn(TOKENS, M))
-
-
 @pytest.mark.extras
 @pytest.mark.parametrize("router", ["linear", "cosine"])
 def test_peft_trains_each_linear_layer_and_merges(router):
