@@ -159,8 +159,11 @@ def test_the_rest_may_stay_as_it_is():
     assert frozen == [f"1.experts.fc{n}_{kind}" for n in (1, 2) for kind in ("weight", "bias")]
 
 
-def test_no_copy_of_weights_is_kept():
+@pytest.mark.parametrize("observed", [False, True])
+def test_no_copy_of_weights_is_kept(observed):
     layer, sizes = make("swiglu"), []
+    if observed:
+        layer.experts.register_forward_hook(lambda *call: None)
     own = {param.data_ptr() for param in layer.parameters()}
 
     def note(tensor):
@@ -169,7 +172,12 @@ def test_no_copy_of_weights_is_kept():
 
     x = torch.randn(4, M, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        layer(x)
+        y = layer(x)
+    y.square().sum().backward()
+    found, x.grad = [x.grad, *gradients_of(layer).values()], None
+    plain = make("swiglu")
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(found, [x.grad, *gradients_of(plain).values()])
     assert 0 < max(sizes) < layer.experts.fc2_weight.numel()
 
 

@@ -32,11 +32,13 @@ class InferenceExperts(ExpertBank):
     ``network``, a bank on the meta device, defines what the experts compute.
     """
 
+    network: StackedExperts
+
     def __init__(self, network: StackedExperts, storage: str):
         super().__init__()
         if storage not in STORAGES[1:]:
             raise ValueError(f"expert_storage={storage!r}: expected one of {', '.join(STORAGES)}")
-        self._network = (network,)  # not a child: a model would move and save its parameters
+        vars(self)["network"] = network  # no child: a model would move and save its parameters
         self.storage = storage
         self.uses_activation = network.uses_activation
         self.expert_ids = network.expert_ids
@@ -44,11 +46,6 @@ class InferenceExperts(ExpertBank):
         self._whole = all(size % INT8_MULTIPLE == 0 for size in sizes)
         # by stacked parameter: a tuple of tensors (mapped), or a stack of them
         self._held: list[dict[str, Any]] = [{} for _ in network.expert_ids]
-
-    @property
-    def network(self) -> StackedExperts:
-        """The bank, on the meta device, that defines what the experts compute."""
-        return self._network[0]
 
     def forward(self, batch: ExpertRows, prepared: PreparedExperts | None = None) -> torch.Tensor:
         """Compute the rows of each expert. NOTE: the host reads the counts of ragged rows."""
@@ -183,5 +180,5 @@ def hold_experts(bank: ExpertBank, storage: str) -> InferenceExperts:
             count = len(stacked.names)
             for slot, values in enumerate(getattr(bank, name).split(count)):
                 held.hold(slot, name, values.unbind())
-        held._network = (bank.without_weights(),)
+        vars(held)["network"] = bank.without_weights()
     return held.train(bank.training)

@@ -8,7 +8,8 @@ and rounds the sums once, to the rows' dtype. They are computed again in the bac
 kept. Gradients of A and B take products with r columns.
 
 This saves nothing for networks other than ffn, swiglu and geglu, for slices, and if weights travel:
-autograd then keeps the sums until the backward pass, and computes whole gradients of them.
+autograd then keeps the sums until the backward pass, and computes whole gradients of them. Experts
+whose calls somebody observes (hooks) are computed again as a whole.
 """
 
 import copy
@@ -19,15 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ... import ops
 from ...backends._torch_private import set_parameters
-from ...distributed import declare_slices, take_slice
+from ...distributed import declare_slices
 from ..torch_modes import without_autocast
 from .base import ExpertBank, PreparedExperts
 from .inference import InferenceExperts
 from .int8 import Int8
-from .network import FusedNetwork, apply_network, weight_products
+from .network import FusedNetwork
 from .stacked import Stacked, StackedExperts
 
 LORA_STORAGES = ("same", "bf16", "int8")
@@ -44,6 +46,8 @@ class LoRAExperts(StackedExperts):
     ``storage`` is how frozen weights are held; without one, those of ``base`` are shared.
     :func:`fairseq_tutel.training.add_lora` explains the other arguments.
     """
+
+    network: StackedExperts  # defines what the experts compute
 
     def __init__(
         self,
@@ -63,7 +67,8 @@ class LoRAExperts(StackedExperts):
             raise ValueError(f"storage={storage!r}: choose one of {', '.join(LORA_STORAGES)}")
         self.memory = base.memory
         network, frozen = _frozen(base, storage)
-        self._network = (network,)  # not a child: a model would move and save its parameters
+        # on the meta device; no child: a model would move and save its parameters
+        vars(self)["network"] = network
         self.rank, self.alpha, self.storage = rank, float(alpha), storage
         for name in ("options", "expert_ids", "activation", "activation_dropout", "dropout",
                      "draw_on_cpu", "model_dim", "hidden_dim", "hidden_slice", "num_holders",
@@ -99,11 +104,6 @@ class LoRAExperts(StackedExperts):
             name, nn.Parameter(values.to(torch.promote_types(weight.dtype, torch.float32)))
         )
 
-    @property
-    def network(self) -> StackedExperts:
-        """The bank, on the meta device, that defines what the experts compute."""
-        return self._network[0]
-
     @staticmethod
     def _factor_names(weight: str) -> tuple[str, str]:
         """Return the names of A and B of a stacked weight."""
@@ -120,19 +120,9 @@ class LoRAExperts(StackedExperts):
     def reset_updates(self, seed: int) -> None:
         """Set B to zero, and draw A of each expert by its global index and ``seed``."""
         for name, factor in self.updates.items():
-            layout: Any = self.layout[name]
             factor.zero_()
-            if name.endswith("lora_A") and not factor.is_meta:
-                shape = layout.shape(self.model_dim, self.hidden_dim)
-                device = torch.device("cpu") if self.draw_on_cpu else factor.device
-                for slot, expert in enumerate(self.expert_ids):
-                    generator = torch.Generator(device).manual_seed(seed + expert)
-                    for number, single in enumerate(layout.names):
-                        bound = 1 / math.sqrt(shape[-1])
-                        values = torch.empty(shape, device=device)
-                        values.uniform_(-bound, bound, generator=generator)
-                        mine = take_slice(values, single, *self.hidden_slice)
-                        factor[slot * len(layout.names) + number].copy_(mine)
+            if name.endswith("lora_A"):
+                self.reset_parameters(seed, [name])
 
     def held(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors of the bank: those of ``layout``, then the scales of int8 weights."""
@@ -176,12 +166,14 @@ class LoRAExperts(StackedExperts):
         return bank
 
     def compute(self, prepared, rows, offsets):
-        params, network = prepared.params, prepared.network
-        if isinstance(network, LowRankNetwork) and torch.is_grad_enabled():
-            return apply_network(network, params, rows, offsets)
-        if len(params) != len(self.network.layout):  # else summed before they were gathered
-            params = self.sums(params, rows.dtype)
-        return self.network.compute(prepared._replace(params=params), rows, offsets)
+        if len(prepared.params) == len(self.network.layout):  # summed before they travelled
+            return self.network.compute(prepared, rows, offsets)
+
+        def summed(held):
+            params = self.sums(held, rows.dtype)
+            return self.network.compute(prepared._replace(params=params), rows, offsets)
+
+        return checkpoint(summed, prepared.params, use_reentrant=False)
 
     def factor_gradients(
         self, held: Sequence[torch.Tensor], chunk: ops.Pending
@@ -191,10 +183,12 @@ class LoRAExperts(StackedExperts):
         Four products per expert have r rows or columns each. None is as large as a weight's.
         """
         found, offsets = dict(zip(self.layout, held, strict=False)), chunk.rows.offsets
-        gradients: dict[str, torch.Tensor] = {}
-        for name, (d, inputs) in zip(
-            ("fc1_weight", "fc2_weight"), weight_products(chunk), strict=True
+        lead, gradients = chunk.rows.values.shape[:-1], {}
+        for name, d, inputs in (
+            ("fc1_weight", chunk.d_hidden, chunk.rows.values),
+            ("fc2_weight", chunk.d_out, chunk.active),
         ):
+            d, inputs = (each.reshape(*lead, each.shape[-1]) for each in (d, inputs))
             names, parts = self._factor_names(name), len(self.layout[name].names)
             a, b = (_joined(found[each].to(d.dtype), parts, each) for each in names)
             b = b * (self.alpha / self.rank)

@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import ops
-from ..torch_modes import untraced, without_autocast
 
 
 @dataclass(frozen=True)
@@ -88,53 +85,3 @@ def is_fused(bank: Any) -> bool:
     """Return whether a bank has a network of its own, so that it is not called."""
     make = getattr(bank, "make_network", None)
     return make is not None and make((0.0, 0.0), 0) is not None
-
-
-def weight_products(chunk: ops.Pending) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return, for fc1 and for fc2, the output's gradients and the inputs of a chunk.
-
-    A weight's gradient is the product of both over the rows of each expert.
-    """
-    d_fc1, rows = chunk.d_hidden, chunk.rows.values
-    lead = rows.shape[:-1]
-    pairs = (d_fc1, rows), (chunk.d_out, chunk.active)
-    fc1, fc2 = ((d.reshape(*lead, d.shape[-1]), x.reshape(*lead, x.shape[-1])) for d, x in pairs)
-    return fc1, fc2
-
-
-@untraced  # its functions are no operators that a trace could hold
-def apply_network(
-    network: Any, params: Sequence[Tensor], rows: Tensor, offsets: Tensor | None
-) -> Tensor:
-    """Compute a network on rows that a bank is called with; differentiable."""
-    return _OnRows.apply(rows, offsets, network, *params)
-
-
-class _OnRows(torch.autograd.Function):
-    """One chunk of a network without dispatch and combine."""
-
-    @staticmethod
-    def forward(ctx, rows, offsets, network, *params):
-        ctx.set_materialize_grads(False)
-        ctx.network, ctx.offsets = network, offsets
-        with without_autocast(rows.device):
-            out, saved = network.forward(ops.Source(rows, offsets), params, ops.ActivationMemory())
-        ctx.save_for_backward(rows, *saved, *params)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out):
-        needs_rows, _, _, *needs = ctx.needs_input_grad
-        if d_out is None:
-            return (None,) * (3 + len(needs))
-        tensors = ctx.saved_tensors  # read once: a recomputed tensor is handed out once
-        params = tensors[len(tensors) - len(needs) :]
-        rows, *saved = tensors[: len(tensors) - len(needs)]
-        sources = (ops.Source(each, ctx.offsets) for each in (d_out.contiguous(), rows))
-        asked = {"needs_rows": needs_rows, "needs_params": any(needs)}
-        with without_autocast(rows.device):
-            d_rows, _, pending = ctx.network.backward(*sources, None, saved, params, asked)
-            grads = ctx.network.backward_params([pending], params) if any(needs) else needs
-        found = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-        return d_rows if needs_rows else None, None, None, *found

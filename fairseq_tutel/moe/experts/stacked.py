@@ -151,15 +151,18 @@ class StackedExperts(ExpertBank):
             distributed.mark_expert(getattr(self, name), self.num_holders // slices)
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int) -> None:
-        first = next(self.parameters())
+    def reset_parameters(self, seed: int, names: Sequence[str] = ()) -> None:
+        """Draw these stacked parameters, or all, by expert; do nothing on the meta device."""
+        names = names or list(self.layout)
+        first = getattr(self, names[0])
         if first.is_meta:
             return
         device = torch.device("cpu") if self.draw_on_cpu else first.device
         for slot, expert in enumerate(self.expert_ids):
             generator = torch.Generator(device).manual_seed(seed + expert)
             fan_in: dict[str, int] = {}
-            for name, stacked in self.layout.items():
+            for name in names:
+                stacked = self.layout[name]
                 shape = stacked.shape(self.model_dim, self.hidden_dim)
                 for number, single in enumerate(stacked.names):
                     bound = 1 / math.sqrt(fan_in.setdefault(single.split(".")[0], shape[-1]))
