@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..distributed import ExchangeRecord, balance
+from ..distributed import Exchange, ExchangeRecord, balance
 from ..distributed.exchanges import Splits, stream_of
 from .exchange_choice import ExchangeChoice
 from .experts import ExpertBank, ExpertRows, PreparedExperts
@@ -54,7 +54,8 @@ def balanced(
         record.rows_helped = sum(move.end - move.begin for move in plan.moves if move.home == rank)
     if not plan.moves:
         return routing, experts, chunks
-    moves = balance.WeightMoves(plan.moves, groups, stream_of(device), record)
+    plain = Exchange(choice.exchange.algorithm)  # weights travel as they are
+    moves = balance.WeightMoves(plan.moves, plain, stream_of(device), record)
     helped = HelpedExperts(experts, moves, own_rows)
     return _to_pieces(routing, plan, rank), helped, chunks
 
@@ -114,13 +115,13 @@ class HelpedExperts:
         if prepared is None:
             prepared = self._experts.prepare(own.rows.dtype, travels=True)
         assert prepared is not None  # banks without parameters are refused
-        params, unfilled = self.moves.start(prepared.params)
-        self._own = prepared._replace(params=params)
+        self.moves.start(prepared.params)
+        self._own = prepared
         try:
             out_RM = self._experts(own, self._own)
         except Exception:
             self.moves.drain()
             raise
-        out_RM, params = self.moves.wait(unfilled, out_RM)
+        out_RM, params = self.moves.wait(out_RM)
         self._helped = prepared._replace(params=params)
         return out_RM

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .algorithm import Direction, ExchangeAlgorithm, Splits
-from .streams import Stream, UnderWay
+from .streams import Stream
 
 
 class Codec(Protocol):
@@ -186,8 +186,11 @@ class Exchange:
             self.codec.decode(arrived, direction, received)
 
 
-class Handle(UnderWay):
+class Handle:
     """Handle of a queued exchange, from :meth:`Exchange.start`; wait for it once."""
+
+    # (function that waits, memory to fill, memory that is read) of the running exchange
+    _under_way: tuple[Callable[[], None], torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, exchange, direction, splits, stream, record, into):
         self._exchange, self._direction, self._splits = exchange, direction, splits
@@ -215,6 +218,20 @@ class Handle(UnderWay):
 
         self._under_way = (finish, received, message)
         return received
+
+    def _arrive(self):
+        """Wait for the exchange, and return the filled memory; None if nothing is under way."""
+        if self._under_way is None:
+            return None
+        wait, received, _ = self._under_way
+        wait()
+        self._under_way = None
+        return received
+
+    def drain(self) -> None:
+        """Wait until the exchange uses no memory any more, and drop its error."""
+        with contextlib.suppress(Exception):
+            self._arrive()
 
 
 def _buffer(rows, direction, splits):

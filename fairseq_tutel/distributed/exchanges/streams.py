@@ -5,7 +5,6 @@ collectives match.
 """
 
 import atexit
-import contextlib
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,27 +57,6 @@ class CudaStream:
 
 
 Stream = ThreadStream | CudaStream
-
-
-class UnderWay:
-    """Base class of exchanges that a stream runs."""
-
-    # (function that waits, memory to fill, memory that is read) of the running exchange
-    _under_way: tuple[Callable[[], None], torch.Tensor, torch.Tensor] | None = None
-
-    def _arrive(self):
-        """Wait for the exchange, and return the filled memory; None if nothing is under way."""
-        if self._under_way is None:
-            return None
-        wait, received, _ = self._under_way
-        wait()
-        self._under_way = None
-        return received
-
-    def drain(self) -> None:
-        """Wait until the exchange uses no memory any more, and drop its error."""
-        with contextlib.suppress(Exception):
-            self._arrive()
 
 
 @functools.cache
