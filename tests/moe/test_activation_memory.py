@@ -136,26 +136,3 @@ def lean_is_fast_on_ranks(cases):
 
 def test_on_ranks():
     run_ranks(lean_is_fast_on_ranks, 4, RANKS)
-
-
-def lean_with_wire_formats():
-    x, target, rows = tokens_of(dtype=torch.float32)
-    for storage, degree in (("same", 2), ("fp8", 1)):
-        exchange = ExchangeConfig(wire="bf16", overlap_degree=degree)
-        memory = {"activation_memory": "lean", "activation_storage": storage}
-        fast, lean = (
-            run(
-                make_layer(build_groups(4), dtype=torch.float32, exchange=exchange, **options),
-                x[rows],
-                target[rows],
-            )
-            for options in ({}, memory)
-        )
-        torch.testing.assert_close(lean["y"], fast["y"], rtol=0, atol=0)
-        largest = 0.15 if storage == "fp8" else 0.02
-        for name, exact in fast.items():
-            assert (lean[name] - exact).norm() <= largest * exact.norm(), (storage, name)
-
-
-def test_wire_formats_and_storage_on_ranks():
-    run_ranks(lean_with_wire_formats, 2)

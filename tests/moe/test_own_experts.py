@@ -1,7 +1,6 @@
 """Experts of a user: a network registered by one file, in all hosts and sets; and modules."""
 
 import textwrap
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,92 +9,53 @@ from helpers.distributed import on_ranks, run_ranks
 from torch import nn
 from torch.nn import functional
 
-from fairseq_tutel.config import EXPERTS, at_least
+from fairseq_tutel.config import EXPERTS
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.experts import (
-    Options,
-    Stacked,
-    StackedExperts,
     base,
-    option,
-    register_experts,
 )
 
 M, F, TOKENS = 6, 8, 16
 
 
-class ToyExperts(StackedExperts):
-    """down(leaky(up(x))), with a bias that is added to the output"""
-
-    @dataclass(frozen=True)
-    class Options(Options):
-        slope: float = option(0.1, "of the activation left of 0", at_least(0))
-
-    layout = {
-        "up": Stacked("FM", "toy_up.weight"),
-        "down": Stacked("MF", "toy_down.weight"),
-        "shift": Stacked("M", "toy_down.bias"),
-    }
-
-    def compute(self, call, rows, offsets):
-        up, down, shift = call.params
-        hidden = functional.leaky_relu(self.product(rows, up, offsets), self.options.slope)
-        out = self.product(hidden, down, offsets)
-        if offsets is None:
-            return out + shift[:, None]
-        expert = torch.searchsorted(offsets.long(), torch.arange(len(rows)), right=True)
-        return out + shift[expert.clamp(max=len(shift) - 1)]
-
-
-def make(experts, groups=None, seed=3, **options):
-    """In a process of its own: the name and its flags stay where it is registered."""
-    register_experts("toy")(ToyExperts)
-    torch.manual_seed(0)
-    return MoELayer(
-        M, experts, F, groups=groups, seed=seed, second_expert_policy="all", **{
-            "expert_network": "toy", "expert_options": {"slope": 0.3}, "capacity_factor": 0.0,
-            **options,
-        },
-    ).double()  # fmt: skip
-
-
-def formula(x, state):
-    hidden = functional.leaky_relu(x @ state["toy_up.weight"].t(), 0.3)
-    return hidden @ state["toy_down.weight"].t() + state["toy_down.bias"]
-
-
-@on_ranks(1)
-def test_in_a_layer():
-    for factor in (0.0, 4.0):  # ragged, padded
-        layer, x = make(4, capacity_factor=factor), torch.randn(TOKENS, M).double()
-        torch.testing.assert_close(layer(x), by_hand(layer, x, formula))
-    assert "toy" in EXPERTS and ToyExperts.count(M, F) == (2 * M * F + M, 4 * M * F)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer.float()(x.float()).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="slope=-1.0 must be at least 0"):
-        MoELayer(M, 4, F, expert_network="toy", expert_options={"slope": -1.0})
-
-
-@on_ranks(4, timeout=150)
-def test_on_ranks(tmp_path):
-    """Overlapped, gathered, sliced and saved without a line about any of it."""
-    cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (2, "sliced", 1, 2)]
-    check_on_ranks(make, M, [*cases, (2, "sliced", 2, 1)], tmp_path)
-    register_documented()
-    cases = [(4, "replicated", 1, 2), (2, "sliced", 1, 1), (2, "sliced", 2, 2)]
-    helped = {"balance_ranks": True, "balance_min_rows": 1}
-    check_on_ranks(make_documented, M, [*cases, (4, "replicated", 1, 1, helped)], tmp_path)
-
-
 def register_documented():
-    """In a process of its own, as ``make``."""
+    """In a process of its own: the name and its flags stay where it is registered."""
     text = base.__doc__.split("::\n", 1)[1].split("\nThat is all")[0]
     exec(textwrap.dedent(text), {"__name__": "mine"})
 
 
-def make_documented(experts, groups, **options):
-    given = {"expert_network": "mine", "expert_options": {"slope": 0.3}}
-    return make(experts, groups, activation_memory="lean", **{**options, **given})
+def make(experts, groups=None, seed=3, **options):
+    torch.manual_seed(0)
+    own = {"expert_network": "mine", "expert_options": {"slope": 0.3}, "capacity_factor": 0.0}
+    given = {**own, "activation_memory": "lean", "second_expert_policy": "all", **options}
+    return MoELayer(M, experts, F, groups=groups, seed=seed, **given).double()
+
+
+def formula(x, state):
+    hidden = functional.leaky_relu(x @ state["up.weight"].t(), 0.3)
+    return hidden @ state["down.weight"].t()
+
+
+@on_ranks(1)
+def test_in_a_layer():
+    register_documented()
+    for factor in (0.0, 4.0):  # ragged, padded
+        layer, x = make(4, capacity_factor=factor), torch.randn(TOKENS, M).double()
+        torch.testing.assert_close(layer(x), by_hand(layer, x, formula))
+    assert EXPERTS.get("mine").count(M, F) == (2 * M * F, 4 * M * F)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.float()(x.float()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="slope=-1.0 must be at least 0"):
+        MoELayer(M, 4, F, expert_network="mine", expert_options={"slope": -1.0})
+
+
+@on_ranks(4, timeout=150)
+def test_on_ranks(tmp_path):
+    """Overlapped, gathered, sliced, helped and saved without a line about any of it."""
+    register_documented()
+    helped = {"balance_ranks": True, "balance_min_rows": 1}
+    cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (4, "replicated", 1, 1, helped)]
+    check_on_ranks(make, M, [*cases, (2, "sliced", 1, 2), (2, "sliced", 2, 2)], tmp_path)
 
 
 def in_fairseq():

@@ -30,9 +30,11 @@ AXES = {
     "lora": ("none", "same", "bf16", "int8"),
     "place": ("alone", "ranks", "r=0", "slices r=1", "slices r=2"),
     "degree": (1, 2, 4),
+    "wire": ("same", "bf16", "fp8"),
     "helped": (False, True),
     "padded": (False, True),
     "autocast": (False, True),
+    "observed": (False, True),  # whether the experts have a hook
     "recompute": (None, True, False),
     "frozen": ("nothing", "experts", "tokens"),
 }
@@ -45,19 +47,27 @@ OPTIONS = {
 
 @register_experts("leaky")
 class Leaky(StackedExperts):
-    """leaky relu between two projections"""
+    """leaky relu between two projections, with a bias that is added to the output"""
 
-    layout = {"up_weight": Stacked("FM", "up.weight"), "down_weight": Stacked("MF", "down.weight")}
+    layout = {
+        "up": Stacked("FM", "up.weight"),
+        "down": Stacked("MF", "down.weight"),
+        "shift": Stacked("M", "down.bias"),
+    }
 
     def compute(self, prepared, rows, offsets):
-        up, down = prepared.params
-        return self.product(F.leaky_relu(self.product(rows, up, offsets)), down, offsets)
+        up, down, shift = prepared.params
+        out = self.product(F.leaky_relu(self.product(rows, up, offsets)), down, offsets)
+        if offsets is None:
+            return out + shift[:, None]
+        expert = torch.searchsorted(offsets.long(), torch.arange(len(rows)), right=True)
+        return out + shift[expert.clamp(max=len(shift) - 1)]
 
 
 def expert_of(x, network, w):
     """One expert on rows [n, M]; ``w`` are its tensors by name."""
     if network == "leaky":
-        return F.leaky_relu(x @ w["up.weight"].t()) @ w["down.weight"].t()
+        return F.leaky_relu(x @ w["up.weight"].t()) @ w["down.weight"].t() + w["down.bias"]
 
     def linear(x, layer):
         return F.linear(x, w[f"{layer}.weight"], w.get(f"{layer}.bias"))
@@ -75,7 +85,7 @@ def expert_of(x, network, w):
 
 def shapes_of(network):
     if network == "leaky":
-        return {"up.weight": (H, M), "down.weight": (M, H)}
+        return {"up.weight": (H, M), "down.weight": (M, H), "down.bias": (M,)}
     outputs = {"fc_gate": H} if "glu" in network else {}
     outputs |= {"fc1": H, "fc2": M}
     shapes = {f"{layer}.weight": (size, H + M - size) for layer, size in outputs.items()}
@@ -178,6 +188,7 @@ def tolerance(cell):
     rounded = (
         (cell.compute == "fp8") + (cell.keep == "lean fp8") + cell.autocast
         + (cell.held in ("int8", "bf16")) + (cell.lora in ("int8", "bf16"))
+        + (cell.wire != "same" and cell.place != "alone")
     )  # fmt: skip
     return 0.08 * rounded or 1e-11
 
@@ -236,7 +247,7 @@ def build(cell):
         given |= {"hidden_dim": H, "expert_network": cell.network, "expert_options": options}
     helped = {"balance_ranks": True, "balance_tolerance": 1.0, "balance_min_rows": 1}
     more = helped if cell.helped else {}
-    exchange = ExchangeConfig("linear", overlap_degree=cell.degree, r=r, **more)
+    exchange = ExchangeConfig(overlap_degree=cell.degree, r=r, wire=cell.wire, **more)
     factor = float(experts) if cell.padded else 0.0
     factors = {"capacity_factor": factor, "eval_capacity_factor": factor}
     given |= {"groups": groups, "exchange": exchange, "top_k": min(K, experts), **factors}
@@ -271,6 +282,8 @@ def run(cell):
         layer = build(cell)
         layer = layer if cell.autocast else layer.double()
         load(cell, layer)
+        if cell.observed:
+            layer.experts.register_forward_hook(lambda *call: None)
         dtype = torch.float32 if cell.autocast else torch.float64
         x, weight = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
         if cell.frozen == "experts":
