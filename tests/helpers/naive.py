@@ -227,7 +227,7 @@ def gating(
     key_TE = (score_TE if sigmoid else logits_TE).detach() + (0 if bias_E is None else bias_E)
     if config.num_expert_groups > 1:
         key_TE = _of_best_groups(key_TE, config)
-    later_TE, drawn_T, uniform_TK = _draws(config, training, key_TE, seed)
+    later_TE, drawn_T, uniform_TK = _draws(config, training, key_TE, prob_TE, seed)
     live = [t for t in range(tokens) if pad_T is None or not pad_T[t]]
     capacity = capacity_of(config, tokens if num_tokens is None else num_tokens, training)
 
@@ -237,11 +237,15 @@ def gating(
         rest = [e for e in range(outputs) if e != first]
         order.append([first, *sorted(rest, key=lambda e: -later[e])])
 
+    # Meta's rule; other scores may be small
+    numbers = torch.finfo(score_TE.dtype)
+    least = numbers.tiny if sigmoid or config.null_experts else numbers.eps
+
     def total(pairs):
         """[T], sum of the scores of these pairs of each token."""
         t, e = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
         sums_T = score_TE.new_zeros(tokens).index_add(0, t, score_TE[t, e])
-        return sums_T.clamp(min=torch.finfo(sums_T.dtype).eps)
+        return sums_T.clamp(min=least)
 
     chosen = [[(t, order[t][k]) for t in live] for k in range(top_k)]
     # Meta's histograms count padding
@@ -259,14 +263,14 @@ def gating(
             uniform_TK is not None and k > 0 and top_k * gate_TE[t, order[t][k]] <= uniform_TK[t, k]
         )
 
-    def in_turn(pairs):
+    def in_turn(pairs, value_TE=score_TE):
         """(token, expert, choice) in the order in which they take slots; sorting is stable."""
         if config.batch_prioritized:
             return sorted(pairs, key=lambda p: -score_TE[p[0], order[p[0]][0]])
         if drawn_T is not None:
             return sorted(pairs, key=lambda p: -drawn_T[p[0]])
         if config.drop_policy == "probability":
-            return sorted(pairs, key=lambda p: -score_TE[p[0], p[1]])
+            return sorted(pairs, key=lambda p: -value_TE[p[0], p[1]])
         return pairs
 
     rounds = [
@@ -291,7 +295,7 @@ def gating(
     full_K = [sum(k == j for _, k in lost) for j in range(top_k)]
     for r in range(top_k, min(top_k + config.overflow_rerouting, outputs)):
         trying = dict(sorted(lost, reverse=True))  # the first choice of each token that is lost
-        for t, e, k in in_turn([(t, order[t][r], trying[t]) for t in sorted(trying)]):
+        for t, e, k in in_turn([(t, order[t][r], trying[t]) for t in sorted(trying)], gate_TE):
             if take(t, e, k):
                 lost.remove((t, k))
 
@@ -330,14 +334,14 @@ def _of_best_groups(key_TE, config):
     return found
 
 
-def _draws(config, training, key_TE, seed):
+def _draws(config, training, key_TE, prob_TE, seed):
     """Keys of choices after the first; draws of tokens; draws of pairs."""
     drawn_T = uniform_TK = None
     with torch.random.fork_rng([]):
         torch.manual_seed(seed or 0)
         several = training and config.top_k > 1
         if several and config.second_expert_policy == "sampling":
-            key_TE = key_TE - torch.empty_like(key_TE).exponential_().log()
+            key_TE = prob_TE.detach().log() - torch.empty_like(key_TE).exponential_().log()
         if training and config.drop_policy == "random":
             drawn_T = torch.rand(len(key_TE), dtype=key_TE.dtype)
         if several and config.second_expert_policy == "random":

@@ -4,14 +4,11 @@ A cell is one value of each axis. Each pair of values occurs in a cell. A cell e
 is refused with its words.
 """
 
-import itertools
-import random
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.distributed import run_ranks
+from helpers.pairs import cover_pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,31 +102,17 @@ def invalid(cell):
     return cell.recompute is True and cell.frozen == "tokens"  # nothing needs a gradient
 
 
+def refused(plain, names):
+    """A cell of a pair of values that no cell computes."""
+    if "helped" in names and "place" not in names:
+        plain.place = "ranks"
+    return None if invalid(plain) else plain
+
+
 def cells():
     """Cells that compute and hold each pair of values; for a refused pair a plain cell."""
-    rng, found = random.Random(0), []
-    plain = {name: values[0] for name, values in AXES.items()}
-    seen = set()
-    for (a, x), (b, y) in itertools.combinations(AXES.items(), 2):
-        for pair in itertools.product([(a, value) for value in x], [(b, value) for value in y]):
-            if pair in seen:
-                continue
-            for attempt in range(100):
-                drawn = {name: rng.choice(values) for name, values in AXES.items()}
-                mostly = rng.sample(sorted(AXES), attempt // 9)
-                drawn |= {name: plain[name] for name in mostly}
-                cell = SimpleNamespace(**{**drawn, **dict(pair)})
-                if not invalid(cell) and words(cell) is None:
-                    break
-            else:
-                cell = SimpleNamespace(**{**plain, **dict(pair)})
-                if "helped" in (a, b) and "place" not in (a, b):
-                    cell.place = "ranks"
-                if invalid(cell):
-                    continue
-            found.append(cell)
-            seen.update(itertools.combinations(vars(cell).items(), 2))
-    return found
+    computed = lambda cell: not invalid(cell) and words(cell) is None  # noqa: E731
+    return cover_pairs(AXES, computed, refused)
 
 
 def words(cell):

@@ -33,11 +33,11 @@ def make_report(
 ) -> RouterAux:
     """Return losses and counts. ``of_experts`` is ``chosen`` without choices of null experts."""
     config, num_fillers = call.config, call.num_fillers(len(scores.score_TE))
-    num_chosen_KE = balanced_KE = routing.num_routed_KE
-    if second_by(call, "random"):
+    num_chosen_KE = routing.num_routed_KE
+    if second_by(call, "random"):  # also choices that it rejects
         num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)
+    balanced_KE = num_chosen_KE
     if num_null_KN is not None:
-        # choices of experts before rejection: choices of null experts are not rejected
         balanced_KE = torch.cat([num_chosen_KE, num_null_KN], 1)
     elif config.balance_over != "unpadded":
         if chosen.all_TK is not None:
