@@ -89,14 +89,3 @@ def _drained_if_it_fails(*under_way: Iterable[Any]):
         for handle in itertools.chain(*under_way):
             handle.drain()
         raise
-
-
-def split_states(saved: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Return what each of ``count`` chunks saved, equally many tensors."""
-    size = len(saved) // count
-    return [saved[i * size : (i + 1) * size] for i in range(count)]
-
-
-def needed_gradients(grads: Sequence[Any] | None, needs: Sequence[bool]) -> list[Any]:
-    """Return the gradients, None for those that are not needed."""
-    return [g if n else None for g, n in zip(grads or [None] * len(needs), needs, strict=True)]

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from .. import ops
 from ..distributed import Direction
 from .call_plan import CallPlan
-from .links import needed_gradients, pipeline, split_states
+from .links import pipeline
 from .torch_modes import untraced, without_autocast
 
 
@@ -91,7 +91,9 @@ class _Pass(torch.autograd.Function):
         if d_weight_R1 is not None:
             d_weight_TK = ops.pair_values(d_weight_R1[:, 0], maps[0]).to(weight_TK.dtype)
         d_weight_TK = d_weight_TK if needs_weight else None
-        return None, d_x_TM, d_weight_TK, None, None, *needed_gradients(d_params, needs)
+        pairs = zip(d_params or needs, needs, strict=True)
+        needed = (d_param if need else None for d_param, need in pairs)
+        return None, d_x_TM, d_weight_TK, None, None, *needed
 
 
 class _Backward:
@@ -100,7 +102,8 @@ class _Backward:
     def __init__(self, plan, travels, params, saved, asked):
         self._plan, self._params, self._asked, self._travels = plan, params, asked, travels
         self._network, self._link = plan.prepared.network, plan.link
-        self._later = iter(split_states(saved, len(plan.chunks))[::-1])
+        size = len(saved) // len(plan.chunks)  # tensors of one chunk
+        self._later = iter([saved[i : i + size] for i in range(0, len(saved), size)][::-1])
         many, weight_R1 = len(plan.chunks) > 1, travels.weight_R1
         self._d_rows_RM = torch.empty_like(travels.d_out_RM) if many else None
         self._d_weight_R1 = torch.empty_like(weight_R1) if many and weight_R1 is not None else None

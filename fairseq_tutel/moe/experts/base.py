@@ -117,16 +117,12 @@ class ExpertBank(nn.Module):
 
         Here the precision is only ``same``, and ``lean`` keeps values in the rows' format.
         """
-        if compute != "same":
-            raise ValueError(
-                f"expert_compute={compute!r} is for the networks ffn, swiglu and geglu, "
-                f"not for {type(self).__name__}"
-            )
-        if memory.storage != "same":
-            raise ValueError(
-                f"activation_storage={memory.storage!r} is for the networks ffn, swiglu and geglu, "
-                f"not for {type(self).__name__}"
-            )
+        for name, value in (("expert_compute", compute), ("activation_storage", memory.storage)):
+            if value != "same":
+                raise ValueError(
+                    f"{name}={value!r} is for the networks ffn, swiglu and geglu, "
+                    f"not for {type(self).__name__}"
+                )
         self.memory = memory
 
     def kept_per_row(self, model_dim: int) -> int:
