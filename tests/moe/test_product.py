@@ -54,11 +54,8 @@ class Leaky(StackedExperts):
 
     def compute(self, prepared, rows, offsets):
         up, down, shift = prepared.params
-        out = self.product(F.leaky_relu(self.product(rows, up, offsets)), down, offsets)
-        if offsets is None:
-            return out + shift[:, None]
-        expert = torch.searchsorted(offsets.long(), torch.arange(len(rows)), right=True)
-        return out + shift[expert.clamp(max=len(shift) - 1)]
+        hidden = F.leaky_relu(self.product(rows, up, offsets))
+        return self.product(hidden, down, offsets, shift)
 
 
 def expert_of(x, network, w):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ... import ops
-from ...moe.experts.plain import linear
+from ...moe.experts import StackedExperts
 from .experts import Activation, Projections
 
 NAME = "fairseq_tutel"
@@ -58,8 +58,9 @@ def _compute(experts: nn.Module, projections: Projections, rows: Tensor, offsets
         _networks[experts] = activation.built_in()
     network = _networks[experts]
     if network is None or interleaved:
-        hidden = activation.of_hidden(linear(rows, up, biases[0], offsets))
-        return linear(hidden, down, biases[1], offsets)
+        product = StackedExperts.product
+        hidden = activation.of_hidden(product(rows, up, offsets, biases[0]))
+        return product(hidden, down, offsets, biases[1])
     return ops.expert_ffn(rows, up, biases[0], down, biases[1], activation=network, offsets=offsets)
 
 

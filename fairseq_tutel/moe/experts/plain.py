@@ -36,24 +36,12 @@ class PlainExperts(StackedExperts):
         up, bias = found["fc1_weight"], found.get("fc1_bias")
         up = up.reshape(len(up) // parts, -1, up.shape[-1])
         bias = None if bias is None else bias.reshape(len(up), -1)
-        hidden = self.activate(*linear(rows, up, bias, offsets).chunk(parts, -1))
+        hidden = self.activate(*self.product(rows, up, offsets, bias).chunk(parts, -1))
         after_activation, of_output = prepared.dropout
         if after_activation:
             hidden = functional.dropout(hidden, after_activation)
-        out = linear(hidden, found["fc2_weight"], found.get("fc2_bias"), offsets)
+        out = self.product(hidden, found["fc2_weight"], offsets, found.get("fc2_bias"))
         return functional.dropout(out, of_output) if of_output else out
-
-
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Return :meth:`StackedExperts.product` with biases [e, B], or None, added."""
-    out = StackedExperts.product(rows, weight, offsets)
-    if bias is None:
-        return out
-    if offsets is None:
-        return out + bias[:, None]
-    counts = offsets.diff(prepend=offsets.new_zeros(1))
-    tail = bias.new_zeros((len(rows) - int(offsets[-1]), bias.shape[1]))
-    return out + torch.cat([bias.repeat_interleave(counts, 0), tail])
 
 
 @EXPERTS.register("clamped_swiglu")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ... import distributed, ops
@@ -221,17 +222,22 @@ class StackedExperts(ExpertBank):
 
     @staticmethod
     def product(
-        rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``rows @ weight.T`` of each expert. NOTE: the host reads ``offsets``.
+        """Return ``rows @ weight.T + bias`` of each expert. NOTE: the host reads ``offsets``.
 
-        [e, N, A] and [e, B, A] -> [e, N, B]. With ``offsets``, int32 [e], the end of each expert's
-        rows: [R, A] -> [R, B], zero after the last one.
+        [e, N, A], [e, B, A] and [e, B] -> [e, N, B]. With ``offsets``, int32 [e], the end of each
+        expert's rows: [R, A] -> [R, B], zero after the last one.
         """
         if offsets is None:
-            return torch.bmm(rows, weight.transpose(1, 2))
+            out = torch.bmm(rows, weight.transpose(1, 2))
+            return out if bias is None else out + bias[:, None]
         *parts, rest = rows.tensor_split(offsets.tolist())
-        products = [part @ each.t() for part, each in zip(parts, weight, strict=True)]
+        biases = [None] * len(parts) if bias is None else bias
+        products = map(functional.linear, parts, weight, biases)
         return torch.cat([*products, rows.new_zeros((len(rest), weight.shape[1]))])
 
     def single_names(self) -> dict[str, list[str]]:
