@@ -4,6 +4,8 @@ A cell is one value of each axis. Each pair of values occurs in a cell. A cell e
 is refused with its words.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ AXES = {
     "wire": ("same", "bf16", "fp8"),
     "helped": (False, True),
     "padded": (False, True),
+    "skewed": (False, True),  # one expert has a row of each token, another one has none
     "autocast": (False, True),
     "observed": (False, True),  # whether the experts have a hook
     "recompute": (None, True, False),
@@ -158,24 +161,43 @@ def tensors_of(cell):
                 updates[-1][f"{layer}.lora_B"] = draw(shape[0], 2) / 2
     count = sum(TOKENS)
     top_k = min(K, experts)
-    choices = draw(count, experts).topk(top_k, 1).indices
-    choices[: count // 2, 0] = 0 if top_k == 1 else choices[: count // 2, 0]
+    scores = draw(count, experts)
+    if cell.skewed:
+        scores[:, 0], scores[:, -1] = 9, -9
+    choices = scores.topk(top_k, 1).indices
     return weights, updates, draw(count, M), draw(count, top_k).abs(), choices, draw(count, M)
 
 
 def tolerance(cell):
-    """Largest relative error: rounding of fp64, or of the formats that a cell has."""
-    rounded = (
-        (cell.compute == "fp8") + (cell.keep == "lean fp8") + cell.autocast
-        + (cell.held in ("int8", "bf16")) + (cell.lora in ("int8", "bf16"))
-        + (cell.wire != "same" and cell.place != "alone")
-    )  # fmt: skip
-    return 0.08 * rounded or 1e-11
+    """Largest relative error: rounding of fp64, or of the formats in which a cell computes."""
+    rounded = (cell.compute == "fp8") + (cell.keep == "lean fp8") + cell.autocast
+    rounded += cell.wire != "same" and cell.place != "alone"
+    fp32 = cell.lora in ("int8", "bf16")  # A and B
+    return 0.09 * rounded + 0.01 * (cell.held in ("int8", "bf16")) + 1e-6 * fp32 or 1e-11
+
+
+def as_held(cell, name, value):
+    """The numbers that a frozen weight or bias has as it is held, one after the other."""
+    held = cell.held if cell.lora == "none" else cell.lora
+    if held == "bf16":
+        return value.bfloat16().double()
+    if held != "int8" or not name.endswith(".weight"):
+        return value
+    if cell.place.startswith("slices") and len(value) == M:  # each slice has its own scales
+        alone = SimpleNamespace(held=held, lora="none", place="alone")
+        return torch.cat([as_held(alone, name, part) for part in value.chunk(2, 1)], 1)
+    found = torch.zeros_like(value)
+    for row, values in enumerate(value.float()):
+        scale = float((values.abs().max() / 127).bfloat16())
+        for column, each in enumerate(values.tolist()):
+            found[row, column] = scale * max(-127, min(127, round(each / scale)))
+    return found
 
 
 def oracle(cell):
     """y, and gradients of tokens, weights and experts' tensors by (expert, name)."""
     weights, updates, x, weight, choices, target = tensors_of(cell)
+    weights = [{name: as_held(cell, name, v) for name, v in own.items()} for own in weights]
     leaves = {"x": x, "weight": weight}
     for expert, own in enumerate(weights):
         leaves |= {(expert, name): value for name, value in own.items()}
@@ -196,7 +218,10 @@ def oracle(cell):
         y.append(y_M)
     y = torch.stack(y)
     (y * target).sum().backward()
-    return y.detach(), {key: leaf.grad for key, leaf in leaves.items()}
+    return y.detach(), {
+        key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # no rows
+        for key, leaf in leaves.items()
+    }
 
 
 def own_expert():
