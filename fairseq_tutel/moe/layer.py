@@ -26,7 +26,7 @@ from .pass_state import pass_state
 from .reports import MoEAux, RouterAux, make_aux
 from .requests import Requests, serve
 from .routers import Router, jitter_tokens, make_router, route_logits
-from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens
+from .routing import RouterCall, Routing, mask_of_tokens, mask_tokens, with_real_counts
 from .torch_modes import autocast_dtype, untraced, without_autocast
 from .update_load import UpdateLoad
 
@@ -194,9 +194,12 @@ class MoELayer(nn.Module):
 
     def _compute(
         self, x, *, pad_mask, choices, weights, step, top_k, capacity_factor, exchange, r, record,
-        return_aux, balance_later, recorder=None,
+        return_aux, balance_later, recorder=None, padding=None,
     ) -> torch.Tensor | tuple[torch.Tensor, MoEAux]:  # fmt: skip
-        """Apply the layer with the arguments of :meth:`forward`; the recorder gets the choices."""
+        """Apply the layer with the arguments of :meth:`forward`; the recorder gets the choices.
+
+        ``padding`` is the batch's (:class:`~.padding.Padding`).
+        """
         top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
         steering = steer(choices, weights, config, x.shape[:-1], x.device, recorder)
@@ -204,14 +207,17 @@ class MoELayer(nn.Module):
         given_TM, x_TM = self._tokens(x, dropout)
         reports = ("later" if balance_later else "now") if return_aux else "not asked for"
         agreed = self._agree(config, choice, x_TM, step, reports)
-        call = self._router_call(config, choice, agreed, x, return_aux, steering)
+        uncounted_T, num_tokens = None, len(x_TM)
+        if padding is not None:
+            pad_mask, uncounted_T, num_tokens = padding.of_call(x, pad_mask, config)
+        call = self._router_call(config, choice, agreed, x, return_aux, steering, uncounted_T)
         routing, router_aux = self._route(given_TM, x_TM, pad_mask, call, x.shape[:-1])
         y_TM, record = self._through_experts(x_TM, routing, call, choice, agreed, record)
         y = self._finish(y_TM, x_TM, config).view(x.shape)
         if not return_aux:
             return y
         load = self.update_load.of_call() if config.balance_scope == "update" else None
-        aux = make_aux(router_aux, routing, len(x_TM), record, load)
+        aux = make_aux(router_aux, with_real_counts(routing, call), num_tokens, record, load)
         by_caller = step is not None or balance_later
         return y, aux if by_caller else balance_over_ranks([aux])[0]
 
@@ -311,12 +317,14 @@ class MoELayer(nn.Module):
         mode = "training" if self.training else "evaluation"
         return distributed.StepSettings(config, choice.config, self.model_dim, mode, dtype, state)
 
-    def _router_call(self, config, choice, agreed, x, return_aux, steering) -> RouterCall:
+    def _router_call(
+        self, config, choice, agreed, x, return_aux, steering, uncounted_T
+    ) -> RouterCall:
         unasked = self.compute_aux and (self.training or torch.is_grad_enabled())
         sizes = agreed.num_tokens, x.shape[:-2].numel()
         reports = return_aux or unasked, unasked  # now, and in a recomputation
         compact = choice.config.wire_compact and choice.communicates
-        return RouterCall(config, self.training, *sizes, compact, *reports, steering)
+        return RouterCall(config, self.training, *sizes, compact, *reports, steering, uncounted_T)
 
     def _route(self, given_TM, x_TM, pad_mask, call, shape) -> tuple[Routing, RouterAux | None]:
         """Return the routing and the router's report; ``shape`` is that of x without M."""

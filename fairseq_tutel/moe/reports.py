@@ -60,7 +60,8 @@ class MoEAux(NamedTuple):
     num_chosen_KE: torch.Tensor
     num_routed_KE: torch.Tensor
     num_kept_per_expert_E: torch.Tensor
-    num_tokens: int  # T of this rank, with the router's ``num_fillers``
+    # T of this rank, with the router's ``num_fillers``; real tokens (scalar) of an attention mask
+    num_tokens: int | torch.Tensor
     # measured times of the exchanges, and sums for wire_errors(), complete after the backward pass
     record: ExchangeRecord | None = None
     num_slots: int = 0  # rows of this rank's padded buffer, E * C; 0 if rows are ragged
@@ -87,6 +88,10 @@ class MoEAux(NamedTuple):
         nulls = self.num_null_KN.sum()
         return 100.0 * nulls / (nulls + self.num_chosen_KE.sum()).clamp(min=1)
 
+    def detached(self) -> "MoEAux":
+        """Return the report without gradients."""
+        return self._make(each.detach() if torch.is_tensor(each) else each for each in self)
+
     def metrics_dict(self) -> dict[str, float]:
         """Return :func:`metrics_of` this report. NOTE: the host waits for the device."""
         return metrics_of([self])
@@ -94,14 +99,14 @@ class MoEAux(NamedTuple):
     def __repr__(self) -> str:
         """Return the loss and sizes; :meth:`metrics_dict` and ``load_E`` have the counts."""
         choices, experts = self.num_routed_KE.shape
-        sizes = f"{self.num_tokens} tokens, {experts} experts, top-{choices}"
+        sizes = f"{int(self.num_tokens)} tokens, {experts} experts, top-{choices}"
         return f"{type(self).__name__}(loss={self.loss!r}, {sizes}; see metrics_dict(), load_E)"
 
 
 def make_aux(
     router_aux: RouterAux | None,
     routing: Routing,
-    num_tokens: int,
+    num_tokens: int | torch.Tensor,
     record: ExchangeRecord | None = None,
     update_load: UpdateLoad | None = None,
 ) -> MoEAux:

@@ -14,7 +14,7 @@ import torch
 from .. import ops
 from ..config import MoEConfig
 from .given_choices import Steering
-from .overflow import assign_positions, reroute
+from .overflow import assign_positions, count_pairs, reroute
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RouterCall:
     reports: bool = True  # losses and counts are read; otherwise a router may return None
     reports_again: bool = True  # a recomputation by activation checkpointing computes them too
     steering: Steering | None = None  # given choices, or a place for recorded ones
+    uncounted_T: torch.Tensor | None = None  # bool, does not count, but may be routed
 
     @property
     def capacity(self) -> int | None:
@@ -42,6 +43,12 @@ class RouterCall:
         """
         counted = self.config.balance_over == "longest"
         return max(self.num_tokens - num_tokens, 0) if counted else 0
+
+    def uncounted(self, pad_mask_T: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the tokens that do not count, with those of a mask; None: all count."""
+        if pad_mask_T is None or self.uncounted_T is None:
+            return self.uncounted_T if pad_mask_T is None else pad_mask_T
+        return pad_mask_T | self.uncounted_T
 
     @property
     def padded(self) -> bool:
@@ -81,6 +88,7 @@ class Routing(NamedTuple):
     row_end_E: torch.Tensor | None = None
     # tokens to dispatch, to whose gradient the router adds in place; None: dispatch the layer's
     tokens_TM: torch.Tensor | None = None
+    routed_TK: torch.Tensor | None = None  # ``expert_TK`` before re-routing, if there was any
 
     @property
     def num_experts(self) -> int:
@@ -126,7 +134,7 @@ def build_routing(
     """
     config, capacity = call.config, call.capacity
     num_experts = config.num_experts
-    slots = num_routed_KE = num_full_K = None
+    slots = num_routed_KE = num_full_K = routed_TK = None
     by_pair = priority is not None and priority.dim() == 2
     if capacity is None:
         fallback = None  # no pair finds its expert full
@@ -136,6 +144,7 @@ def build_routing(
         if by_pair and capacity is not None:
             num_full_K = (position_TK >= capacity).sum(0, dtype=torch.int32)
         if fallback is not None and capacity is not None:
+            routed_TK = expert_TK
             expert_TK, position_TK, gate_TK, num_tried_KE = reroute(
                 expert_TK, position_TK, gate_TK, num_routed_KE, fallback, capacity, priority
             )
@@ -167,6 +176,23 @@ def build_routing(
         padded=call.padded,
         num_full_K=num_full_K,
         row_end_E=None if call.padded else row_end_E,
+        routed_TK=routed_TK,
+    )
+
+
+def with_real_counts(routing: Routing, call: RouterCall) -> Routing:
+    """Return a routing with the counts of the tokens that count, for reports only."""
+    if call.uncounted_T is None:
+        return routing
+    live_T1, kept_TK = ~call.uncounted_T[:, None], routing.kept_TK
+    routed_TK = routing.expert_TK if routing.routed_TK is None else routing.routed_TK
+    routed_TK = torch.where(live_T1, routed_TK, -1)
+    kept = torch.where(live_T1 & kept_TK, routing.expert_TK, -1)
+    is_full_TK = (routed_TK >= 0) & ~(kept_TK & (routed_TK == routing.expert_TK))
+    return routing._replace(
+        num_routed_KE=count_pairs(routed_TK, routing.num_experts),
+        num_kept_per_expert_E=count_pairs(kept, routing.num_experts).sum(0, dtype=torch.int32),
+        num_full_K=is_full_TK.sum(0, dtype=torch.int32),
     )
 
 

@@ -1,5 +1,7 @@
 """Reports of a model's MoE layers (losses, counts, metrics), if the model does not return them."""
 
+import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +15,10 @@ from ..config import ExchangeConfig
 from ..distributed import sum_tensor_over_ranks_
 from ..moe.load_bias import zero_counts
 from ..moe.model import moe_layers
+from ..moe.padding import Padding
 from ..moe.requests import LayerCall, Request, open_requests
 
-COMBINE_METHODS = ("sum", "average")
+COMBINE_METHODS = ("sum", "average", "by_token")
 
 
 class AuxLosses:
@@ -53,6 +56,8 @@ class AuxLosses:
         self.finish()
         calls = self._with_graph() if torch.is_grad_enabled() else self._calls
         losses = torch.stack([call.aux.loss for _, call in calls])
+        if self.combine == "by_token":
+            return (losses * _shares_of_calls(calls)).sum()
         return losses.sum() if self.combine == "sum" else losses.mean()
 
     def _with_graph(self) -> list[tuple[str, LayerCall]]:
@@ -119,6 +124,14 @@ class AuxLosses:
         means = torch.stack([torch.cat(moe.utilisation(counts)) for counts in sums_L]).mean(0)
         return dict(zip(moe.UTILISATION_NAMES, means.tolist(), strict=True))
 
+    def detached(self) -> "AuxLosses":
+        """Return the reports without the graph of the forward pass, which holds memory."""
+        found = copy.copy(self)
+        found._calls = [
+            (name, dataclasses.replace(call, aux=call.aux.detached())) for name, call in self._calls
+        ]
+        return found
+
     def finish(self) -> None:
         """Add the balance losses that need all ranks' counts; :func:`collect_aux` calls it."""
         calls = [call for _, call in self._calls]
@@ -136,7 +149,13 @@ class AuxLosses:
 
 
 @contextmanager
-def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
+def collect_aux(
+    model: nn.Module,
+    combine: str = "sum",
+    *,
+    attention_mask: torch.Tensor | None = None,
+    skip_padding: bool = False,
+) -> Iterator[AuxLosses]:
     """Collect the aux losses and counts of a model's MoE layers in a forward pass.
 
     >>> from fairseq_tutel.moe import MoELayer
@@ -153,7 +172,12 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
 
     Args:
         model (nn.Module): the model, wrapped or not. Without MoE layers the loss is 0.
-        combine (str): ``sum`` (default) or ``average`` (fairseq's default) of the layers' losses.
+        combine (str): ``sum`` (default) or ``average`` (fairseq's default) of the layers' losses;
+            ``by_token``: sum over the layers of each layer's mean over its calls, by their tokens.
+        attention_mask (Tensor): bool or integers [B, T], 0 for padding, which losses, load, load
+            biases and metrics leave out (default None: all tokens count). Layers that get other
+            tokens than [B, T, M] or [B * T, M] count all of theirs.
+        skip_padding (bool): padding goes to no expert (default False: it is routed).
 
     Yields:
         AuxLosses: the reports, complete at the end of the block.
@@ -161,15 +185,21 @@ def collect_aux(model: nn.Module, combine: str = "sum") -> Iterator[AuxLosses]:
     Layers that activation checkpointing recomputes do not count twice. With ``use_reentrant=True``
     reading the loss raises RuntimeError: torch runs the layers without gradients first, so the
     loss has none. In a compiled model the layers run uncompiled inside the block. The end of the
-    block is collective with ``balance_scope="global"`` or ``"update"``.
+    block is collective with ``balance_scope="global"`` or ``"update"``. It raises ValueError if no
+    layer got the tokens of ``attention_mask``.
     """
     found = AuxLosses(model, combine)
     # balanced outside of the call: a recomputation has no part in that
-    arguments = {"return_aux": True, "balance_later": True}
+    arguments: dict[str, Any] = {"return_aux": True, "balance_later": True}
+    padding = None if attention_mask is None else Padding(attention_mask, skip_padding)
+    if padding is not None:
+        arguments["padding"] = padding
     layers = moe_layers(model).items()
     asked = {layer: Request(arguments, partial(found.add, name)) for name, layer in layers}
     with open_requests(asked):
         yield found
+    if padding is not None and found.layers and not padding.fits:
+        raise ValueError(f"no MoE layer gets tokens {list(padding.pad_BT.shape)} of attention_mask")
     found.finish()
 
 
@@ -223,6 +253,15 @@ def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
     for layer, counts in zip(moving.values(), _sum_over_ranks(sums_L), strict=True):
         gate: Any = layer.gate
         gate.update_load_bias(counts)
+
+
+def _shares_of_calls(calls: Sequence[tuple[str, LayerCall]]) -> torch.Tensor:
+    """Return each call's share of the tokens of its layer's calls, fp32."""
+    kind: Any = {"dtype": torch.float32, "device": calls[0][1].aux.loss.device}
+    tokens = torch.stack([torch.as_tensor(call.aux.num_tokens, **kind) for _, call in calls])
+    names = list(dict.fromkeys(name for name, _ in calls))
+    layer = torch.tensor([names.index(name) for name, _ in calls], device=tokens.device)
+    return tokens / tokens.new_zeros(len(names)).index_add(0, layer, tokens).clamp(min=1)[layer]
 
 
 def _sum_over_ranks(counts_L: Sequence[torch.Tensor]) -> list[torch.Tensor]:

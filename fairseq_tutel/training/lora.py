@@ -229,7 +229,7 @@ def _values(file, model, banks, path) -> list[tuple[torch.Tensor, torch.Tensor, 
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
-    layers = moe_layers(_inside(model))
+    layers = moe_layers(inside_peft(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no MoE layer: LoRA here is for their experts")
     return layers
@@ -267,7 +267,7 @@ def _banks(model: nn.Module) -> dict[str, LoRAExperts]:
     return banks
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def inside_peft(model: nn.Module) -> nn.Module:
     """Return the model inside all wrappers, also that of peft."""
     model = unwrap(model)
     inside: Any = getattr(model, "get_base_model", None)
@@ -284,7 +284,7 @@ def _singles(bank: LoRAExperts) -> Iterator[tuple[str, nn.Parameter, torch.Tenso
 
 def _others(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of state dicts, without those of experts, by name."""
-    model = _inside(model)
+    model = inside_peft(model)
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import moe
+from ...moe.routing import with_real_counts
 from .blocks import Description
 
 
@@ -82,8 +83,8 @@ class ChoiceRouter(moe.Router):
         routing = moe.build_routing(expert_TK, weight_TK, call)
         if not call.reports:
             return routing, None
-        zero = weight_TK.new_zeros((), dtype=torch.float32)
-        return routing, moe.RouterAux(zero + 0 * weight_TK.sum(), zero, routing.num_routed_KE)
+        zero, counts = weight_TK.new_zeros((), dtype=torch.float32), with_real_counts(routing, call)
+        return routing, moe.RouterAux(zero + 0 * weight_TK.sum(), zero, counts.num_routed_KE)
 
 
 class ChosenExperts(moe.MoELayer):

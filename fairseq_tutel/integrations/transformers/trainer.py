@@ -14,6 +14,8 @@ from transformers import Trainer, TrainerCallback
 from ... import training
 from ...moe.experts import LoRAExperts
 from ...moe.model import moe_layers
+from ...training.lora import inside_peft
+from .forwards import Forwards, generate_together
 from .layers import ChosenExperts
 from .restore import check_restorable, original_state_dict
 
@@ -28,11 +30,14 @@ class MoETrainer(Trainer):
     gradients are clipped by the norm over all ranks' experts; ``save_model`` writes the experts of
     all ranks; a checkpoint resumes on any number of ranks; load biases move after each step. Build
     the model after the ranks are connected (reading ``args.world_size`` connects them).
-    For another trainer that derives from Trainer: ``class Mine(MoETrainer, SFTTrainer): pass``.
+    For another trainer that derives from Trainer: ``class Mine(MoETrainer, SFTTrainer): pass``
+    (TRL's SFT, DPO, KTO, GRPO, RLOO). Padding of ``attention_mask`` does not count. ``generate``
+    waits for all ranks. Logs have ``moe_aux_loss`` and ``AuxLosses.utilisation()``.
 
     Args:
         *args, **kwargs: arguments of Trainer.
         aux_weight (float): factor of the sum of the layers' load balancing losses (default 0.01).
+        skip_padding (bool): padding goes to no expert (default False: it is routed).
         blocks (dict): result of :func:`replace_moe` (default None). With it ``save_model`` writes
             the names of transformers, which ``from_pretrained`` loads.
 
@@ -43,30 +48,34 @@ class MoETrainer(Trainer):
     with ``aux_weight``, ``load_best_model_at_end`` together with ``save_only_model``, layers that
     ``blocks`` cannot hold, adapters that would not be trained or saved (ValueError), and a
     transformers with other private methods (ImportError). It warns of layers without a balance
-    loss, of a second balance loss (``output_router_logits=True``), and of padding, which counts in
-    balance losses.
+    loss, of a second balance loss (``output_router_logits=True``), and of padding that counts
+    (encoders with decoders). TRL's balance loss is left out unless its arguments ask for it.
     """
 
     def __init__(
         self,
         *args: Any,
         aux_weight: float = 0.01,
+        skip_padding: bool = False,
         blocks: Mapping[str, nn.Module] | None = None,
         **kwargs: Any,
     ):
         _check_version()
         super().__init__(*args, **kwargs)
-        self.aux_weight, self.blocks = aux_weight, blocks
+        self.aux_weight, self.skip_padding, self.blocks = aux_weight, skip_padding, blocks
         self._warned: set[str] = set()
         layers = moe_layers(self.model)
         self._routing = [x for x in layers.values() if not isinstance(x, ChosenExperts)]
         self._check_arguments()
+        self._leave_out_balance_loss_of_trl()
         self._warn_of_layers(layers)
         training.prepare_data_parallel(self.model)
         if self.accelerator.scaler is not None:  # one rank's overflow: all ranks skip the step
             self.accelerator.scaler = training.grad_scaler(self.args.device.type)
         self.add_callback(_Updates(self))
         self._passes: list[training.AuxLosses] | None = None
+        self._last: training.AuxLosses | None = None
+        self._aux_losses: list[torch.Tensor] = []  # since the last line of the log
 
     def _check_arguments(self) -> None:
         engine = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled}
@@ -114,6 +123,13 @@ class MoETrainer(Trainer):
                 asked.append(getattr(function, "keywords", {"use_reentrant": False}))
         return any(each.get("use_reentrant") is not False for each in asked)  # torch's default
 
+    def _leave_out_balance_loss_of_trl(self) -> None:
+        """Switch off the balance loss that TRL adds to a model of experts without being asked."""
+        unasked = getattr(self.args, "router_aux_loss_coef", 0.0) is None
+        if unasked and self.aux_weight and self._routing:
+            self.aux_loss_enabled = False
+            inside_peft(self.model).config.get_text_config().output_router_logits = False
+
     def _warn_of_layers(self, layers: Mapping[str, nn.Module]) -> None:
         silent = len(layers) - len(self._routing)
         if self.aux_weight and silent:
@@ -124,16 +140,16 @@ class MoETrainer(Trainer):
                 stacklevel=3,
             )
 
-    def _warn_of_batch(self, inputs: Mapping[str, Any], outputs: Any) -> None:
-        """Warn once each of a second balance loss and of padding, in the first update."""
-        texts, mask = [], inputs.get("attention_mask")
-        if self.aux_weight and getattr(outputs, "aux_loss", None) is not None:
+    def _warn_of_batch(self, forwards: Forwards) -> None:
+        """Warn once each of a second balance loss and of padding that counts."""
+        texts = []
+        if self.aux_weight and forwards.has_aux_loss:
             texts.append(
                 "two balance losses are added, the model's (output_router_logits=True) and "
                 f"aux_weight={self.aux_weight}: set one of them to zero"
             )
         balances = self.aux_weight or any(x.config.moves_load_bias for x in self._routing)
-        if balances and torch.is_tensor(mask) and mask.dim() == 2 and not mask.all():
+        if balances and forwards.counts_padding:
             texts.append(
                 "attention_mask has padding, which the layers' balance losses and load biases "
                 "count as tokens: pack the sequences, or sort them by length"
@@ -147,12 +163,15 @@ class MoETrainer(Trainer):
         """Return the loss, in training with the load balancing losses."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with training.collect_aux(model) as aux:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        forwards = Forwards(model, self.skip_padding)
+        with training.collect_aux(model, "by_token") as aux, forwards:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, *outputs = result if return_outputs else (result,)
         if self.state.global_step == 0 and self._routing:
-            self._warn_of_batch(inputs, outputs)
+            self._warn_of_batch(forwards)
+        self._last = aux.detached()
         if self._passes is not None:
-            self._passes.append(aux)
+            self._passes.append(self._last)
         weight = self.aux_weight
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
@@ -161,8 +180,27 @@ class MoETrainer(Trainer):
         if is_scaled:  # nobody divides the loss by the number of micro-batches, as in Trainer
             weight /= self.current_gradient_accumulation_steps
         if weight:  # else losses without gradient do no harm
-            loss = loss + weight * aux.loss
-        return (loss, outputs) if return_outputs else loss
+            aux_loss = aux.loss
+            self._aux_losses.append(aux_loss.detach())
+            loss = loss + weight * aux_loss
+        return (loss, *outputs) if return_outputs else loss
+
+    def log(self, logs, start_time=None):
+        """Log also the aux loss since the last line, and the load of the last pass in training."""
+        if "loss" in logs and self._last is not None:
+            if self._aux_losses:
+                logs["moe_aux_loss"] = torch.stack(self._aux_losses).mean().item()
+            logs |= self._last.utilisation()
+            self._last, self._aux_losses = None, []
+        super().log(logs, start_time)
+
+    def _prepare_inputs(self, inputs):
+        with generate_together(self.model):
+            return super()._prepare_inputs(inputs)
+
+    def prediction_step(self, *args, **kwargs):
+        with generate_together(self.model):
+            return super().prediction_step(*args, **kwargs)
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Write the model with the experts of all ranks. All ranks call it."""
@@ -244,5 +282,5 @@ def _check_version() -> None:
 
 _PRIVATE = (
     "_clip_grad_norm", "_get_grad_norm", "_load_best_model", "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler", "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler", "_prepare_inputs", "_save_optimizer_and_scheduler",
 )  # fmt: skip

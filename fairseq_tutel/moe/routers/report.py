@@ -8,7 +8,8 @@ import torch
 from .. import losses
 from ..overflow import count_pairs
 from ..reports import RouterAux
-from ..routing import RouterCall, Routing
+from ..routing import RouterCall, Routing, with_real_counts
+from .null_experts import without_null_experts
 from .select import Scores, Selection, noise_std, second_by
 
 
@@ -33,6 +34,9 @@ def make_report(
 ) -> RouterAux:
     """Return losses and counts. ``of_experts`` is ``chosen`` without choices of null experts."""
     config, num_fillers = call.config, call.num_fillers(len(scores.score_TE))
+    routing = with_real_counts(routing, call)
+    if call.uncounted_T is not None:
+        scores, chosen, of_experts, num_null_KN = _only_counted(scores, chosen, of_experts, call)
     num_chosen_KE = routing.num_routed_KE
     if second_by(call, "random"):  # also choices that it rejects
         num_chosen_KE = count_pairs(of_experts.expert_TK, config.num_experts)
@@ -50,16 +54,30 @@ def make_report(
         entropy_sum = entropy_sum + num_fillers * math.log(config.num_outputs)
     if call.training and config.load_bias == "sign":
         bias_counts = balanced_KE.sum(0, dtype=torch.int32)
-    counted = _count_tokens(scores, chosen, balanced_KE, call)
+    tokens = _count_tokens(scores, chosen, balanced_KE, call)
     return RouterAux(
-        _router_loss(scores, chosen, counted, call),
+        _router_loss(scores, chosen, tokens, call),
         entropy_sum,
         num_chosen_KE,
-        *_for_all_ranks(counted, call),
+        *_for_all_ranks(tokens, call),
         bias_counts=bias_counts,
         num_null_KN=num_null_KN,
         num_fillers=num_fillers,
     )
+
+
+def _only_counted(scores, chosen, of_experts, call):
+    """Return scores, choices and null experts' pairs without tokens that do not count."""
+    off_T = call.uncounted_T
+    entropy_T = torch.special.entr(scores.score_TE.softmax(1)).sum(1)
+    chosen, of_experts = (
+        each._replace(expert_TK=each.expert_TK.masked_fill(off_T[:, None], -1))
+        for each in (chosen, of_experts)
+    )
+    pad_T = call.uncounted(scores.pad_T)
+    chosen = chosen._replace(entropy_sum=entropy_T.masked_fill(pad_T, 0).sum())
+    _, num_null_KN = without_null_experts(chosen, call)
+    return scores._replace(pad_T=pad_T), chosen, of_experts, num_null_KN
 
 
 def _count_tokens(scores, chosen, balanced_KE, call) -> Counted:

@@ -80,7 +80,7 @@ def select_top_k(
     bias_counts = None
     if needs_margins and key_TE is not None:
         next_T = found.expert_TK[:, config.top_k]
-        bias_counts = margin_histogram(key_TE, next_T, config.top_k, pad_T)
+        bias_counts = margin_histogram(key_TE, next_T, config.top_k, call.uncounted(pad_T))
     split = _split(found, config.top_k, num_fallbacks)
     if given_TK is not None:
         expert_TK, gate_TK = in_given_places(given_TK, split.expert_TK, split.gate_TK)

@@ -194,6 +194,37 @@ def test_what_would_lose_experts_or_losses_is_refused(moe, given, before, words,
         trainer.MoETrainer(model, args, eval_dataset=samples(), blocks=blocks)
 
 
+# mask of two rows, the same tokens without padding, and their positions if they are packed
+LEFT, RIGHT = [[0] * 4 + [1] * 5, [1] * 9], [[1] * 9, [1] * 4 + [0] * 5]
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skipped"])
+@pytest.mark.parametrize("mask", [LEFT, RIGHT], ids=["left", "right"])
+def test_padding_does_not_count(mask, skip, tmp_path):
+    model, ids, mask = make("mixtral").train(), tokens(2), torch.tensor(mask)
+    replace_moe(model)
+    model.double()
+    args = transformers.TrainingArguments(str(tmp_path), **OPTIONS)
+    host = trainer.MoETrainer(model, args, aux_weight=1.0, skip_padding=skip)
+    host.current_gradient_accumulation_steps = 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    real = mask.bool()
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    packed = {"input_ids": ids[real][None], "position_ids": positions[real][None]}
+    found = []
+    for inputs in (padded, packed):
+        first = inputs["position_ids"] == 0  # or padding: no token of the row predicts it
+        labels = inputs["input_ids"].masked_fill(first, -100)
+        if "attention_mask" in inputs:
+            labels[mask == 0] = -100
+        found.append(host.compute_loss(model, {**inputs, "labels": labels}))
+        found.append(host._last.loss)
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-6, atol=0)
+    with training.collect_aux(model, attention_mask=mask, skip_padding=skip) as aux:
+        model(**padded)
+    torch.testing.assert_close(aux.loss, found[1])
+
+
 def padded():
     short = {"attention_mask": torch.tensor([1] * 6 + [0] * 3)}
     return [{**sample, **short} for sample in samples()]
@@ -207,8 +238,8 @@ WARNED = {
     "none": ("mixtral", {}, 0.5, samples, []),
     "two balance losses": ("mixtral", {"output_router_logits": True}, 0.5, samples, [TWO]),
     "the model's alone": ("mixtral", {"output_router_logits": True}, 0.0, samples, []),
-    "padding": ("mixtral", {}, 0.5, padded, [COUNTED]),
-    "padding without losses": ("mixtral", {}, 0.0, padded, []),
+    "padding": ("mixtral", {}, 0.5, padded, []),
+    "padding of encoders": ("mixtral", {"is_encoder_decoder": True}, 0.5, padded, [COUNTED]),
     "experts alone": ("gpt_oss", {}, 0.5, padded, [SILENT]),
 }  # fmt: skip
 
