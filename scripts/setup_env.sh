@@ -182,9 +182,10 @@ setup_extras() {
     echo "$packages" >"$(setup_packages "$VENV")/all_of_venv.pth"
     setup_step "transformers" \
         setup_pip -c "$ROOT/scripts/constraints-extras.txt" transformers
-    # alone: each requires some torch, and Lightning what it downloads with
-    setup_step "accelerate, lightning, peft" setup_pip -c "$ROOT/scripts/constraints-extras.txt" --no-deps \
-        accelerate psutil lightning-fabric lightning-utilities peft pytorch-lightning torchmetrics
+    # alone: each requires some torch, and Lightning and datasets what they download with
+    setup_step "accelerate, lightning, peft, trl" setup_pip -c "$ROOT/scripts/constraints-extras.txt" \
+        --no-deps accelerate psutil lightning-fabric lightning-utilities peft pytorch-lightning \
+        torchmetrics trl datasets dill multiprocess pandas pyarrow pytz xxhash
     # from source; its operators are compiled when they are used
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu setup_step "deepspeed" setup_pip --no-build-isolation --no-deps \
         -c "$ROOT/scripts/constraints-extras.txt" deepspeed einops hjson msgpack py-cpuinfo
