@@ -113,6 +113,13 @@ class Requests:
             checkpoint.notes[self] = noted = _Noted(arguments)
             self._noted.add(weakref.ref(noted, self._forget))
             self._update()
+        elif arguments and (
+            checkpoint.notes[self].arguments.get("choices") is not arguments.get("choices")
+        ):
+            raise RuntimeError(
+                "a layer has other choices in its second call inside one activation checkpoint: "
+                "checkpoint each call by itself"
+            )
 
     def _forget(self, noted: weakref.ref) -> None:
         self._noted.discard(noted)

@@ -7,7 +7,7 @@ purpose; ``scripts/examples/plain_pytorch.py`` is a complete loop.
 """
 
 from .aux_losses import AuxLosses, collect_aux, end_update, update_load_bias
-from .choices import record_choices, replay_choices
+from .choices import choices_of_sequences, record_choices, replay_choices
 from .data_parallel import (
     expert_parameters,
     leave_experts_out,
@@ -44,6 +44,7 @@ __all__ = [
     "add_lora",
     "all_ranks",
     "checkpoint_exists",
+    "choices_of_sequences",
     "clip_grad_norm_",
     "collect_aux",
     "end_update",

@@ -129,12 +129,39 @@ def test_all_ranks_record_and_replay_under_activation_checkpointing(sizes):
     assert run_ranks(_on_ranks, len(sizes), sizes) == want
 
 
-def test_a_layer_that_is_called_twice_needs_two_blocks():
+def test_the_choices_of_several_calls_are_replayed_in_turn():
+    layer, x = MoELayer(M, E, 8, capacity_factor=0.0), torch.randn(3, T, M, requires_grad=True)
+
+    def call(x):
+        return torch.stack([layer(each) for each in x]).sum()
+
+    with training.record_choices(layer) as choices:
+        call(x)
+    assert [each.shape for each in choices[""]] == [(T, 2)] * 3
+    moved = {"": [(each + 1) % E for each in choices[""]]}
+    (want,) = torch.autograd.grad(
+        sum(layer(each, choices=c).sum() for each, c in zip(x, moved[""], strict=True)), x
+    )
+    for run in (call, lambda x: sum(checkpoint(layer, e, use_reentrant=False).sum() for e in x)):
+        with training.replay_choices(layer, moved):
+            y = run(x)
+        torch.testing.assert_close(torch.autograd.grad(y, x), (want,))
+    for words, run in (
+        ("second call inside one", lambda: checkpoint(call, x, use_reentrant=False)),
+        ("not called", lambda: call(x[:2])),
+    ):
+        with pytest.raises(RuntimeError, match=words), training.replay_choices(layer, moved):
+            run()
+
+
+@pytest.mark.parametrize("calls", [[(2, 3), (2, 4)], [(2, 3), (3, 1)], [(2, 3)]], ids=str)
+def test_calls_that_are_no_generation_are_refused(calls):
     layer = MoELayer(M, E, 8)
-    with pytest.raises(RuntimeError, match="called twice"), training.record_choices(layer):
-        layer(torch.randn(T, M))
-        layer(torch.randn(T, M))
-    layer(torch.randn(T, M))  # after the block
+    with training.record_choices(layer) as choices:
+        for shape in calls:
+            layer(torch.randn(*shape, M))
+    with pytest.raises(ValueError, match="record all of generate"):
+        training.choices_of_sequences(choices, (2, 6))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from helpers import distributed
 from helpers.distributed import on_ranks
+from helpers.examples import EXAMPLES, example
 from tiny_models import make, tokens
 
 from fairseq_tutel import training
@@ -140,6 +141,27 @@ def test_balance_losses_count_once_per_token(world_size):
         assert lines[0]["moe_aux_loss"] == pytest.approx(sum(losses).item(), rel=1e-4)
         assert 0 < lines[0]["moe_util_load"] <= 100 and lines[0]["moe_drop"] == 0
     assert padded >= {"SFT", "DPO", "KTO"}
+
+
+def test_the_example_replays_what_was_generated(tmp_path, monkeypatch):
+    import trl
+
+    compute, passes = trl.GRPOTrainer._compute_loss, []
+
+    def watched(self, model, inputs):
+        with torch.no_grad():  # the weights that sampled would choose others now
+            gate(self.model).neg_()
+        with training.record_choices(model) as found:
+            loss = compute(self, model, inputs)
+        passes.append((torch.stack(list(found.values()), 1), inputs["choices"]))
+        return loss
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", watched)
+    options = {**OPTIONS, "per_device_train_batch_size": 4}
+    example("grpo_replay", EXAMPLES).main(str(tmp_path), **options)
+    assert len(passes) == STEPS * MICRO
+    for found, recorded in passes:
+        assert torch.equal(found, recorded) and (recorded[:, :, :-1] >= 0).all()
 
 
 @on_ranks(2)
