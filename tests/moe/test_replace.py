@@ -184,7 +184,7 @@ REFUSED = {
     "tied": (tied, "mlp", r"0\.mlp shares weights with 1\.mlp\.fc1\.weight"),
     "one block twice": (lambda: of(shared, shared), "mlp", r"0\.mlp shares weights with 1\.mlp\."),
     "width": (wide, "0$", r"0 \(Sequential\) is no .*it maps \[2, 3, 8\] to \[2, 3, 16\]"),
-    "half of it": (lambda: of(Mlp()), "fc1", "two linear layers are in .* of their own .BERT's"),
+    "half of it": (lambda: of(Mlp()), "fc1", "layers are in .* of their own, put both"),
     "convolution": (lambda: of(nn.Conv2d(M, M, 1)), "mlp", r"0\.mlp is a convolution"),
     "tokens": (lambda: of(nn.LSTM(M, M)), "mlp", r"0\.mlp \(LSTM\) is no .*to tuple"),
     "no match": (lambda: of(Mlp()), "ffn", "matches 'ffn'; linear layers in it: 0.mlp.fc1, "),

@@ -17,6 +17,7 @@ _PARTS_OF_LAYERS = (
     ("linear1", "activation", "dropout", "linear2"),
     ("fc1", "activation_fn", "activation_dropout_module", "fc2"),
     ("fc1", "activation_fn", "dropout2", "fc2"),  # fairseq's wav2vec 2.0 and HuBERT
+    ("intermediate", "output.dense"),  # BERT's of transformers: two modules
 )
 # How such a layer may be called: an encoder's, an encoder's with a padding mask, a decoder's.
 _CALLS = (
@@ -111,7 +112,8 @@ def place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
     place = Place(name, block, model.get_submodule(name.rpartition(".")[0]))
     for names in _PARTS_OF_LAYERS:
         # a feed-forward block may have the same parts, but a layer has more (attention, norms)
-        if all(hasattr(block, each) for each in names) and len(list(block.children())) > 4:
+        has_more = len(list(block.children())) > 4 or "output.dense" in names  # BERT's has 3
+        if has_more and all(_has_part(block, each) for each in names):
             place = Place(f"{name}.{names[0]}", _join_parts(block, names), block, names[1:])
     _check_contents(model, name, place.block)
     return place
@@ -132,16 +134,28 @@ def _check_contents(model: nn.Module, name: str, block: nn.Module) -> None:
                 raise ValueError(f"{name} shares weights with {other}.{each}: they are tied")
 
 
-def _join_parts(layer: nn.Module, names: tuple[str, ...]) -> FeedForward:
-    return FeedForward(*(getattr(layer, each) for each in names)).train(layer.training)
+def _has_part(layer: nn.Module, path: str) -> bool:
+    owner, _, leaf = path.rpartition(".")
+    found = layer if not owner else getattr(layer, owner, None)
+    return hasattr(found, leaf)
+
+
+def _join_parts(layer: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    parts = [getattr(layer.get_submodule(o), leaf) for o, _, leaf in _split(names)]
+    joined = nn.Sequential(*parts) if len(parts) == 2 else FeedForward(*parts)
+    return joined.train(layer.training)
+
+
+def _split(names: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    return [each.rpartition(".") for each in names]
 
 
 def _put_parts(layer: nn.Module, names: tuple[str, ...], first: nn.Module) -> None:
     if isinstance(layer, nn.TransformerEncoderLayer):
         layer.activation_relu_or_gelu = 0  # torch's fused evaluation reads weights itself
     setattr(layer, names[0], first)
-    for each in names[1:]:
-        setattr(layer, each, nn.Identity())
+    for owner, _, leaf in _split(names[1:]):
+        setattr(layer.get_submodule(owner), leaf, nn.Identity())
 
 
 def _call_layer(layer: nn.Module, x: Tensor) -> list[Tensor] | Exception:

@@ -20,8 +20,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Values agree up to rounding. Gradients may differ more: a unit may be just at a kink, as of ReLU.
 _VALUES, _GRADIENTS = 2e-5, 0.02
 _WHOLE = (
-    ". Match a module with the whole feed-forward network; if its two linear layers are in modules "
-    "of their own (BERT's intermediate and output), put both into one module with its own forward"
+    ". Match a module with the whole feed-forward network, such as a layer of BERT; if its two "
+    "linear layers are in modules of their own, put both into one module with its own forward"
 )
 # Sizes of the tokens: small ones tell activations apart, large ones reach limits such as ReLU6's.
 _SCALES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

@@ -1,4 +1,4 @@
-"""``replace_ffn`` on six models of transformers: the same outputs, then a loss that falls."""
+"""``replace_ffn`` on seven models of transformers: the same outputs, then a loss that falls."""
 
 import pytest
 import torch
@@ -26,6 +26,13 @@ MODELS = {
         r"\.mlp$", "Experts",
     ),
     "llama": ("LlamaForCausalLM", DECODER, r"\.mlp$", "SwiGLUExperts"),
+    "bert": (
+        "BertForMaskedLM",
+        {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0, **TEXT},
+        r"encoder\.layer\.\d+$", "Experts",
+    ),
     "vit": ("ViTForImageClassification", IMAGE, r"\.mlp$", "Experts"),
     "t5": (
         "T5ForConditionalGeneration",
