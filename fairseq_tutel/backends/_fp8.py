@@ -1,22 +1,21 @@
-"""Values rounded to fp8 (e4m3), with one scale per row."""
+"""Values rounded to a narrow format, by default fp8 (e4m3), with one scale per row."""
 
 import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(FP8).max  # 448
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x`` in e4m3 and the scale of each row: ``x`` is about ``quantized * scale``.
+def quantize_rows(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
+    """Return ``x`` in the dtype and the scale of each row: ``x`` is about ``quantized * scale``.
 
-    (..., A) -> (..., A) e4m3, and (...) fp32. The largest value of a row becomes 448. A row with a
-    value that is not finite becomes NaN.
+    (..., A) -> (..., A), and (...) fp32. The largest value of a row becomes the dtype's largest,
+    448 in e4m3. A row with a value that is not finite becomes NaN.
     """
     wide = x.float()
-    scale = (wide.abs().amax(-1) / _LARGEST).clamp_(min=_TINY)
-    return (wide / scale[..., None]).to(FP8), scale
+    scale = (wide.abs().amax(-1) / torch.finfo(dtype).max).clamp_(min=_TINY)
+    return (wide / scale[..., None]).to(dtype), scale
 
 
 def rounded_rows(x: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ The command line, Hydra configs, the layer and the planner build the same :class
 :class:`ExchangeConfig` and :class:`ExpertConfig`.
 """
 
-from .exchange import EXPERT_PLACEMENTS, OVERLAP_DEGREES, WIRES, ExchangeConfig, exchange_size
+from .exchange import EXPERT_PLACEMENTS, OVERLAP_DEGREES, ExchangeConfig, exchange_size
 from .experts import ExpertConfig
 from .force_load import share_ends
+from .formats import STORED_FORMATS, WIRE_FORMATS, WIRES
 from .growth import GrowAt
 from .options import OptionError, above, at_least, option
 from .registry import EXCHANGES, EXPERTS, ROUTERS, Options

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .formats import WIRES, listed
 from .options import OptionError, at_least, check_options, documented, option
 from .registry import EXCHANGES
 
 OVERLAP_DEGREES = (1, 2, 4, 8)
-WIRES = ("same", "bf16", "fp16", "fp8")
+_WIRES = ("same", *WIRES)
+_BUT = [f"but {w.auto!r} for {name!r}" for name, w in WIRES.items() if w.auto != name]
+_AUTO = ", ".join(["'auto': as `wire`", *_BUT])
 EXPERT_PLACEMENTS = ("replicated", "sliced")
 
 
@@ -40,20 +43,19 @@ class ExchangeConfig:
     )
     wire: str = option(
         "same",
-        "format of tokens on their way to the experts: 'same': their dtype; 'bf16'; 'fp16', 'fp8': "
-        "with a scale per 128 values against overflow. Ignored if not narrower than their dtype",
-        choices=WIRES,
+        f"format of tokens on their way to the experts: 'same': their dtype; {listed(WIRES)}. "
+        "Ignored if not narrower than their dtype",
+        choices=_WIRES,
     )
     wire_back: str = option(
         "auto",
-        "format of the experts' outputs; 'auto': as `wire`, but 'bf16' for 'fp8'",
-        choices=("auto", *WIRES),
+        f"format of the experts' outputs; {_AUTO}",
+        choices=("auto", *_WIRES),
     )
     wire_grad: str = option(
         "auto",
-        "format of gradients in both directions; 'auto': as `wire`, but 'bf16' for 'fp8'. 'fp8' is "
-        "e5m2 here, e4m3 elsewhere",
-        choices=("auto", *WIRES),
+        f"format of gradients in both directions; {_AUTO}",
+        choices=("auto", *_WIRES),
     )
     wire_compact: bool = option(
         False,
@@ -98,11 +100,11 @@ class ExchangeConfig:
             raise OptionError(f"`balance_ranks=True` needs `algorithm='linear'`, {given}")
 
     def wire_of(self, *, back: bool = False, gradient: bool = False) -> str:
-        """Return the format (one of WIRES) of tokens, of outputs (``back``) or of gradients."""
+        """Return the choice for tokens, for outputs (``back``) or for gradients; never auto."""
         given = self.wire_grad if gradient else self.wire_back if back else self.wire
         if given != "auto":
             return given
-        return "bf16" if self.wire == "fp8" else self.wire
+        return self.wire if self.wire == "same" else WIRES[self.wire].auto
 
     @property
     def compresses(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .formats import STORED_FORMATS, listed
 from .options import NO_FLAG, OptionError, Range, at_least, check_options, documented, option
 from .registry import EXPERTS, Options
 
@@ -57,8 +58,8 @@ class ExpertConfig:
     )
     activation_storage: str = option(
         "same",
-        "format of what 'lean' keeps: that of the rows, or fp8 (e4m3, a scale per row)",
-        choices=("same", "fp8"),
+        f"format of what 'lean' keeps: {listed(STORED_FORMATS)}",
+        choices=tuple(STORED_FORMATS),
         needs=["activation_memory=lean"],
     )
     shared_expert_dim: int = option(

@@ -84,7 +84,7 @@ def routed_bytes(
         kept_hidden = 0
     elif not memory.outputs:
         keeps = memory.hidden
-        stored = 1 if memory.storage == "fp8" else element
+        stored = memory.stored_bytes(element)
         kept_rows = buffer // element * stored if keeps and communicates else 0
         kept_hidden = rows * stored * (hidden - hidden_dim) if keeps else 0
     shared = tokens * 2 * element * shared_dim

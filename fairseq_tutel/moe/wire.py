@@ -6,7 +6,7 @@ Gradients pass straight through the rounding of rows, and are rounded themselves
 import torch
 
 from .. import ops
-from ..config import ExchangeConfig
+from ..config import WIRES, ExchangeConfig
 from ..distributed import Direction
 
 
@@ -29,11 +29,10 @@ def wire_format(config: ExchangeConfig, direction: Direction, dtype: torch.dtype
     """Return the operators' name for a direction's format; None if rows travel as they are."""
     gradient = direction in (Direction.DISPATCH_GRADIENT, Direction.COMBINE_GRADIENT)
     name = config.wire_of(back=direction is Direction.COMBINE, gradient=gradient)
-    if name == "same" or dtype.itemsize <= (1 if name == "fp8" else 2):
+    if name == "same":
         return None
-    if name == "fp8":
-        return "e5m2" if gradient else "e4m3"
-    return name
+    chosen = WIRES[name].gradients if gradient else WIRES[name].rows
+    return chosen.name if chosen.value_bytes < dtype.itemsize else None
 
 
 def row_bytes(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..backends._fp8 import FP8, quantize_rows
+from ..backends._fp8 import quantize_rows
+from ..config import STORED_FORMATS
 
 MODES = ("fast", "lean", "minimal")
-STORED = ("same", "fp8")  # formats of kept values
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,22 @@ class ActivationMemory:
     """
 
     mode: str = "fast"
-    storage: str = "same"  # what ``lean`` keeps: as the rows, or fp8 (with a scale per row)
+    storage: str = "same"  # format in which ``lean`` keeps them
 
     def __post_init__(self):
         if self.mode not in MODES:
             raise ValueError(f"activation_memory={self.mode!r} is none of {', '.join(MODES)}")
-        if self.storage not in STORED:
-            raise ValueError(f"activation_storage={self.storage!r} is none of {', '.join(STORED)}")
+        if self.storage not in STORED_FORMATS:
+            known = ", ".join(STORED_FORMATS)
+            raise ValueError(f"activation_storage={self.storage!r} is none of {known}")
         if self.storage != "same" and self.mode != "lean":
             raise ValueError(
                 f"activation_storage={self.storage!r} is for activation_memory='lean', not "
                 f"{self.mode!r}"
             )
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.storage}"
 
     @property
     def outputs(self) -> bool:
@@ -45,17 +51,30 @@ class ActivationMemory:
         """Whether values before the activation are kept, and rows that came from other ranks."""
         return self.mode != "minimal"
 
+    def stored_bytes(self, element: int) -> int:
+        """Return the bytes of a kept value of rows whose numbers have ``element`` bytes."""
+        name = STORED_FORMATS[self.storage].dtype
+        return element if name is None else getattr(torch, name).itemsize
+
     def store(self, values: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return values [R, n * width] as they are kept, and the fp8 scales of each width."""
-        if self.storage == "fp8":
-            quantized, scale = quantize_rows(values.reshape(-1, width))
+        """Return values [R, n * width] as they are kept, and the scales of each width; or (0,)."""
+        chosen = STORED_FORMATS[self.storage]
+        dtype = values.dtype if chosen.dtype is None else getattr(torch, chosen.dtype)
+        if chosen.scaled:
+            quantized, scale = quantize_rows(values.reshape(-1, width), dtype)
             return quantized.view(values.shape), scale
-        return values, values.new_empty(0)
+        return values.to(dtype), values.new_empty(0)
+
+
+@functools.cache
+def memory_of(text: str) -> ActivationMemory | None:
+    """Return the memory that ``str`` wrote for an operator's argument; None for an empty text."""
+    return ActivationMemory(*text.split()) if text else None
 
 
 def restore(stored: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """Return the values of :meth:`ActivationMemory.store` in the dtype of ``like``."""
-    if stored.dtype != FP8:
+    if stored.dtype == like.dtype:
         return stored
     wide = stored.view(len(scale), -1).float().mul_(scale[:, None]) if len(scale) else stored
     return wide.to(like.dtype).view(stored.shape)

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from ..backends import GATES, _weights
-from ..backends._fp8 import FP8
 from ..backends._network import Kept, Pending, Source
 from ..backends.torch.activation import acc_dtype
 from ._operator import check_indices, check_shape, empty_gradients, operator
-from .activation_memory import STORED, ActivationMemory, restore
+from .activation_memory import ActivationMemory, memory_of, restore
 from .backend import backend_for, implementation
 from .dispatch import check_maps, check_tokens, combine_takes_bias
 from .ffn_options import FFNOptions, check_activation, check_ffn, dropout_seed, ffn_flops
@@ -21,9 +20,6 @@ from .fp8 import check_fp8
 # wide experts take so long that the pass over the rows hardly counts, and torch's own product,
 # which cannot gather, is the faster one.
 _WIDEST = 2048
-_KEPT = {"all": ActivationMemory(), "none": ActivationMemory("minimal"), "nothing": None}
-_KEPT |= {storage: ActivationMemory("lean", storage) for storage in STORED}
-_NAMES = {memory: name for name, memory in _KEPT.items()}
 
 _ROUTED = "Tensor x, Tensor? weight, Tensor? dest_row, Tensor? src_pair, Tensor? expert"
 _NETWORK = (
@@ -107,9 +103,9 @@ class _Call:
     def __init__(self, *arguments: Any):
         self.x, self.weight, self.dest_row, self.src_pair, self.expert = arguments[:_NUM_ROUTED]
         *self.params, self.offsets, self.seed = arguments[_NUM_ROUTED:_NUM_TENSORS]
-        activation, p1, p2, fp8, self.late, self.gathers, self.keep = arguments[_NUM_TENSORS:]
+        activation, p1, p2, fp8, self.late, self.gathers, keep = arguments[_NUM_TENSORS:]
         self.options = FFNOptions(activation, (p1, p2), fp8=fp8)
-        self.memory = _KEPT[self.keep]
+        self.memory = memory_of(keep)
         rows = self.x.shape[:-1].numel() if self.src_pair is None else self.src_pair.shape[0]
         self.num_rows: int = rows
 
@@ -145,15 +141,16 @@ def _fake(*arguments):
     rows = call.num_rows
     every = rows if call.keeps_outputs else 0
     kept = rows if call.memory is not None and call.memory.hidden else 0
-    is_fp8 = call.keep == "fp8"
-    scales = kept * width // hidden_dim if is_fp8 else 0
+    hidden, scale = x.new_empty((kept, width)), x.new_empty(0)
+    if call.memory is not None:
+        hidden, scale = call.memory.store(hidden, hidden_dim)
     both = every if call.routed else 0
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return (
         y,
         x.new_empty((0 if call.gathers else both, model_dim)),
-        x.new_empty((kept, width), dtype=FP8 if is_fp8 else x.dtype),
-        x.new_empty(scales, dtype=torch.float32 if scales else x.dtype),
+        hidden,
+        scale,
         x.new_empty((every, hidden_dim)),
         x.new_empty((both, model_dim)),
     )
@@ -368,11 +365,11 @@ def routed_ffn(
 
 
 def _keep(memory: ActivationMemory, *tensors: Tensor | None) -> str:
-    """Return the name of what is kept if autograd will ask for a gradient of the tensors."""
+    """Return what is kept, by name, if autograd will ask for a gradient of the tensors."""
     needed = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (needed and torch.is_grad_enabled()):
-        return "nothing"
-    return _NAMES[memory]
+        return ""
+    return str(memory)
 
 
 def gathers_tokens(x_TM: Tensor, fc1_weight: Tensor) -> bool:

@@ -49,7 +49,7 @@ def parse_sizes(text: str) -> list[int]:
 
 OPTIONS = {
     "algorithms": (words, "default: all", EXCHANGES),
-    "wires": (["same"], "formats of fp32 rows", WIRES),
+    "wires": (["same"], "formats of fp32 rows", ("same", *WIRES)),
     "sizes": (parse_sizes, "bytes per rank (default: 64K to 64M, on GPUs to 1G, times 4)"),
     "iterations": (20, "all-to-alls back to back per measurement"),
 }

@@ -49,11 +49,14 @@ OPTIONS = {
 class Leaky(StackedExperts):
     """leaky relu between two projections, with a bias that is added to the output"""
 
-    layout = {
-        "up": Stacked("FM", "up.weight"),
-        "down": Stacked("MF", "down.weight"),
-        "shift": Stacked("M", "down.bias"),
-    }
+    # its layout depends on options alone: no tensor is declared before an object is made
+    @classmethod
+    def layout_for(cls, options):
+        return {
+            "up": Stacked("FM", "up.weight"),
+            "down": Stacked("MF", "down.weight"),
+            "shift": Stacked("M", "down.bias"),
+        }
 
     def compute(self, prepared, rows, offsets):
         up, down, shift = prepared.params

@@ -5,10 +5,12 @@ import importlib
 import pytest
 import torch
 from helpers import naive
-from helpers.assertions import assert_close
+from helpers.assertions import assert_close, rms_ratio
 from helpers.layers import run
 
 from fairseq_tutel import ops
+from fairseq_tutel.config import STORED_FORMATS
+from fairseq_tutel.config.formats import StoredFormat
 from fairseq_tutel.moe import MoELayer
 
 operator = importlib.import_module("fairseq_tutel.ops.expert_ffn")  # a function has its name
@@ -79,7 +81,7 @@ def test_a_layer_with_and_without_written_rows(network, backend, monkeypatch):
     assert seen == [T * K]
 
 
-@pytest.mark.parametrize("keep", ["all", "none", "same", "fp8", "nothing"])
+@pytest.mark.parametrize("keep", ["fast same", "minimal same", "lean same", "lean fp8", ""])
 @pytest.mark.parametrize("is_routed", [True, False])
 def test_registered_operator(is_routed, keep):
     given, maps, offsets = routed(False, "cpu", torch.float32)
@@ -89,9 +91,36 @@ def test_registered_operator(is_routed, keep):
         x, pairs = torch.randn(int(offsets[-1]), M, requires_grad=True), (None,) * 4
     how = "gelu", 0.0, 0.0, False, False, False, keep
     tests = ["test_schema", "test_faketensor"]
-    if keep != "nothing" and (is_routed or keep == "all"):
+    if keep and (is_routed or keep == "fast same"):
         tests.append("test_autograd_registration")
     args = x, *pairs, *params, offsets, None, *how
+    torch.library.opcheck(torch.ops.fairseq_tutel.expert_ffn.default, args, test_utils=tests)
+
+
+NEW_FORMATS = {"e5m2": ("float8_e5m2", True, 1 + 4 / F), "half": ("bfloat16", False, 2)}
+
+
+@pytest.mark.parametrize("name", NEW_FORMATS)
+def test_a_format_of_kept_values_is_one_entry_of_a_table(name, monkeypatch):
+    """It is kept so, restored, known to fake tensors and counted."""
+    dtype, scaled, num_bytes = NEW_FORMATS[name]
+    monkeypatch.setitem(STORED_FORMATS, name, StoredFormat("", dtype, scaled))
+    given, maps, offsets = routed(False, "cpu", torch.float32)
+    pairs = torch.rand(T, K), *maps, torch.zeros(T, K, dtype=torch.int32)
+    results = []
+    for memory in (ops.ActivationMemory(), ops.ActivationMemory("lean", name)):
+        how = {"options": ops.FFNOptions("gelu", (0.0, 0.0)), "memory": memory}
+        y = ops.routed_ffn(given[0], *pairs, *given[1:], offsets=offsets, **how)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), given)])
+    assert torch.equal(results[0][0], results[1][0])
+    off = [rms_ratio(b, a) for a, b in zip(*(each[1:] for each in results), strict=True)]
+    assert 1e-4 < max(off) < torch.finfo(getattr(torch, dtype)).eps
+    assert memory.stored_bytes(4) == int(num_bytes)
+    how = "gelu", 0.0, 0.0, False, False, False, str(memory)
+    args = given[0], *pairs, *given[1:], offsets, None, *how
+    kept = torch.ops.fairseq_tutel.expert_ffn(*args)[2:4]
+    assert sum(x.nbytes for x in kept) == len(maps[1]) * F * num_bytes
+    tests = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.fairseq_tutel.expert_ffn.default, args, test_utils=tests)
 
 

@@ -7,10 +7,13 @@ from helpers.inputs import decoded
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.config import WIRE_FORMATS
 
-SCALED = ("fp16", "e4m3", "e5m2")
+SCALED = [name for name, each in WIRE_FORMATS.items() if each.exponent is not None]
 # relative error of normal values: the widest are off by half a unit of the mantissa
-ERROR = {"bf16": 1.7e-3, "fp16": 2.1e-4, "e4m3": 2.7e-2, "e5m2": 5.4e-2}
+ERROR = {
+    name: 0.217 * torch.finfo(getattr(torch, each.dtype)).eps for name, each in WIRE_FORMATS.items()
+}
 
 
 def awkward_rows(model_dim):

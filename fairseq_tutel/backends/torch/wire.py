@@ -1,10 +1,17 @@
-"""Encoding of rows for the wire in plain torch; ``backends/_wire_formats.py`` has the formats."""
+"""Encoding of rows for the wire in plain torch; ``config/formats.py`` has the formats."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, WireFormat, num_blocks
+from ...config.formats import (
+    BLOCK,
+    CARRY_ABOVE_7_4,
+    NOT_FINITE,
+    WIRE_FORMATS,
+    WireFormat,
+    num_blocks,
+)
 
 _INFINITY_BITS = 0x7F800000
 # Values per chunk: its temporaries stay in a core's cache.
@@ -21,7 +28,7 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
     if wire_RD.numel() == 0:
         return wire_RD, rows_RM.new_zeros(2, dtype=torch.float32)
     if chosen.exponent is None:
-        wire_RD.view(chosen.dtype).copy_(rows_RM)
+        wire_RD.view(_dtype(chosen)).copy_(rows_RM)
     else:
         step = max(1, _CHUNK // model_dim)
         for rows, wire in zip(rows_RM.split(step), wire_RD.split(step), strict=True):
@@ -36,11 +43,15 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
     if out_RM.numel() == 0:
         return out_RM
     if chosen.exponent is None:
-        return out_RM.copy_(wire_RD.contiguous().view(chosen.dtype))
+        return out_RM.copy_(wire_RD.contiguous().view(_dtype(chosen)))
     step = max(1, _CHUNK // out_RM.shape[1])
     for rows, wire in zip(out_RM.split(step), wire_RD.split(step), strict=True):
         _decode_scaled(wire, rows, chosen)
     return out_RM
+
+
+def _dtype(chosen: WireFormat) -> torch.dtype:
+    return getattr(torch, chosen.dtype)
 
 
 def _encode_scaled(rows, wire, chosen: WireFormat):
@@ -52,8 +63,8 @@ def _encode_scaled(rows, wire, chosen: WireFormat):
     byte_RB = ((bits_RB + CARRY_ABOVE_7_4) >> 23).sub_(chosen.exponent).clamp_(min=1)
     # times 0 if not finite, so that every number fits the format
     inverse_RB = ((254 - byte_RB) << 23).mul_(finite_RB).view(torch.float32)
-    values = (blocks_RBN * inverse_RB[..., None]).flatten(1)[:, : rows.shape[1]].to(chosen.dtype)
-    num_bytes, scales = values.shape[1] * chosen.dtype.itemsize, byte_RB.shape[1]
+    values = (blocks_RBN * inverse_RB[..., None]).flatten(1)[:, : rows.shape[1]].to(_dtype(chosen))
+    num_bytes, scales = values.shape[1] * chosen.value_bytes, byte_RB.shape[1]
     wire[:, :num_bytes] = values.contiguous().view(torch.uint8)
     wire[:, num_bytes : num_bytes + scales] = byte_RB.masked_fill_(~finite_RB, NOT_FINITE)
     wire[:, num_bytes + scales :] = 0
@@ -62,7 +73,7 @@ def _encode_scaled(rows, wire, chosen: WireFormat):
 def _decode_scaled(wire, rows, chosen: WireFormat):
     """Fill some rows from their bytes."""
     model_dim = rows.shape[1]
-    num_bytes, scales = model_dim * chosen.dtype.itemsize, num_blocks(model_dim)
+    num_bytes, scales = model_dim * chosen.value_bytes, num_blocks(model_dim)
     byte_RB = wire[:, num_bytes : num_bytes + scales].to(torch.int32)
     # 255 becomes a NaN, which stays one in every product
     bits_RB = (byte_RB << 23) | ((byte_RB == NOT_FINITE).to(torch.int32) << 22)
@@ -81,8 +92,8 @@ def _as_float32(values, chosen: WireFormat):
     The bits of an e4m3, also of a subnormal one, shifted into an fp16 are 2^-8 times its value.
     This is three times faster than torch's conversion.
     """
-    if chosen.dtype != torch.float8_e4m3fn:
-        return values.view(chosen.dtype).float()
+    if _dtype(chosen) != torch.float8_e4m3fn:
+        return values.view(_dtype(chosen)).float()
     wide = values.view(torch.int8).to(torch.int16)
     return (((wide << 7) & 0x3F80) | (wide & -0x8000)).view(torch.float16).float().mul_(2.0**8)
 

@@ -1,4 +1,4 @@
-"""Rows as bytes for the wire, and back, in one launch each; formats: ``backends/_wire_formats.py``.
+"""Rows as bytes for the wire, and back, in one launch each; formats: ``config/formats.py``.
 
 The 8-bit formats are made of integer operations, so that every GPU makes the same bytes, also one
 without instructions for them.
@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._wire_formats import BLOCK, CARRY_ABOVE_7_4, NOT_FINITE, WIRE_FORMATS, WireFormat, num_blocks
+from ...config.formats import (
+    BLOCK,
+    CARRY_ABOVE_7_4,
+    NOT_FINITE,
+    WIRE_FORMATS,
+    WireFormat,
+    num_blocks,
+)
 from ._autotune import WIRE_ROWS
 from ._runtime import FLOAT_DTYPES, check_tensor, checked, device_guard
 from ._sizes import cdiv
@@ -188,7 +195,7 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
             R,
             **sizes,
             B=num_blocks(M),
-            NUM_SCALES=wire_RD.shape[1] - M * chosen.dtype.itemsize,
+            NUM_SCALES=wire_RD.shape[1] - M * chosen.value_bytes,
             SCALED=chosen.exponent is not None,
             EXPONENT=chosen.exponent or 0,
         )
@@ -206,7 +213,7 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
     if out_RM.numel() == 0:
         return out_RM
     if chosen.exponent is None:
-        return out_RM.copy_(wire_RD.view(chosen.dtype))
+        return out_RM.copy_(wire_RD.view(getattr(torch, chosen.dtype)))
     value, scale, sizes = _written_as(wire_RD, chosen, M)
     with device_guard(wire_RD):
         _decode_rows_kernel[(cdiv(R, WIRE_ROWS),)](
@@ -217,8 +224,8 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
 
 def _written_as(wire_RD: Tensor, chosen: WireFormat, M: int) -> tuple[Tensor, Tensor, dict]:
     """Return the bytes as values, those from the first scale on, and both kernels' sizes."""
-    value = wire_RD.view(torch.uint8 if chosen.mantissa else chosen.dtype)
-    scale = wire_RD[:, M * chosen.dtype.itemsize :]
+    value = wire_RD.view(torch.uint8 if chosen.mantissa else getattr(torch, chosen.dtype))
+    scale = wire_RD[:, M * chosen.value_bytes :]
     sizes = {"stride_value": value.stride(0), "stride_scale": scale.stride(0), "M": M}
     sizes |= {"MANTISSA": chosen.mantissa, "BIAS": chosen.bias}
     return value, scale, {**sizes, "BLOCK": BLOCK, "BLOCK_N": WIRE_ROWS}

@@ -56,6 +56,11 @@ def ffn_layout(*firsts: str, bias: bool = True) -> dict[str, Stacked]:
     return {name: each for name, each in layout.items() if bias or not name.endswith("bias")}
 
 
+def _declare(layout: Mapping[str, Stacked]) -> None:
+    for stacked in layout.values():
+        distributed.declare_slices(dict.fromkeys(stacked.names, stacked.slice_dim))
+
+
 class StackedExperts(ExpertBank):
     """Base class of banks with stacked parameters; a subclass gives ``layout`` and ``compute``.
 
@@ -78,8 +83,7 @@ class StackedExperts(ExpertBank):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        for stacked in cls.__dict__.get("layout", {}).values():
-            distributed.declare_slices(dict.fromkeys(stacked.names, stacked.slice_dim))
+        _declare(cls.__dict__.get("layout", {}))
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class StackedExperts(ExpertBank):
             raise ValueError(f"model_dim={model_dim}, hidden_dim={hidden_dim}: both must be >= 1")
         self.options = self.read_options(options)
         self.layout = self.layout_for(self.options)  # hides the class's
+        _declare(self.layout)
         self.expert_ids = tuple(expert_ids)
         self.activation = activation
         self.activation_dropout = activation_dropout

@@ -22,7 +22,6 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fairseq_tutel.backends._wire_formats import WIRE_FORMATS
 from fairseq_tutel.backends.triton import _autotune as tiles
 from fairseq_tutel.backends.triton import (
     _grouped,
@@ -36,6 +35,7 @@ from fairseq_tutel.backends.triton import (
     slots,
     wire,
 )
+from fairseq_tutel.config import WIRE_FORMATS
 
 # always in both halves
 ADAM = adam._adam16_max_kernel, adam._adam16_step_kernel, adam._adam16_small_kernel
@@ -131,14 +131,14 @@ def _variants():
     for layout in ({}, padded):
         yield activation._bias_act_bwd_db_kernel, "bf16", {**sums, **layout}
 
-    for name, stored in (("bf16", "*bf16"), ("fp16", "*fp16"), ("e4m3", "*u8"), ("e5m2", "*u8")):
-        chosen = WIRE_FORMATS[name]
+    for chosen in WIRE_FORMATS.values():
+        stored = "*u8" if chosen.mantissa else f"*{chosen.name}"
         sizes = {"M": 4000, "BLOCK": 128, "BLOCK_N": tiles.WIRE_ROWS}
         sizes |= {"MANTISSA": chosen.mantissa, "BIAS": chosen.bias, "value_ptr": stored}
-        scales = {"SCALED": name != "bf16", "EXPONENT": chosen.exponent or 0}
-        scales |= {"B": 32, "NUM_SCALES": 32}
+        scaled = chosen.exponent is not None
+        scales = {"SCALED": scaled, "EXPONENT": chosen.exponent or 0, "B": 32, "NUM_SCALES": 32}
         yield wire._encode_rows_kernel, "fp32", {**sizes, **scales}
-        if name != "bf16":
+        if scaled:
             yield wire._decode_rows_kernel, "fp16", {**sizes, "CLAMP": True}
 
     adam_blocks = {"BLOCK": tiles.ADAM_BLOCK}

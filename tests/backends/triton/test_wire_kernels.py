@@ -6,8 +6,7 @@ from helpers.inputs import decoded
 
 from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.backends import triton as kernels
-
-FORMATS = ("bf16", "fp16", "e4m3", "e5m2")
+from fairseq_tutel.config import WIRE_FORMATS
 
 
 def awkward_rows(num_rows, model_dim, dtype):
@@ -22,7 +21,7 @@ def awkward_rows(num_rows, model_dim, dtype):
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 200), (11, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wire_format", FORMATS)
+@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
 def test_same_bytes_and_numbers(wire_format, dtype, shape, device):
     rows = awkward_rows(*shape, dtype)
     want, want_sums = torch_backend.encode_rows(rows, wire_format)
