@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items):
-    """Skip what cannot run here; register if a collected test imports fairseq."""
+LEFT_OUT = pytest.StashKey[Counter]()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect what cannot run here; register if a collected test imports fairseq."""
     if "fairseq.utils" in sys.modules:
         fairseq_tutel.register()
     reasons = {
@@ -29,10 +33,33 @@ def pytest_collection_modifyitems(items):
         "multi_gpu": None if torch.cuda.device_count() > 1 else "fewer than two GPUs",
         "interpreted": chooser._why_not_triton("cpu"),
     }
+    reasons = {kind: reason for kind, reason in reasons.items() if reason}
+    left_out = {}
     for item in items:
-        for marker, reason in reasons.items():
-            if reason is not None and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        for kind in filter(item.get_closest_marker, reasons):
+            left_out[item] = reasons[kind]
+    items[:] = [item for item in items if item not in left_out]
+    config.stash[LEFT_OUT] = Counter(left_out.values())
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def pytest_sessionfinish(session):
+    """Hand the counts of a process of pytest-xdist to the one that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Keep the counts; each process of pytest-xdist collects all tests."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say in one line how many tests cannot run here."""
+    if counts := config.stash.get(LEFT_OUT, None):
+        listed = ", ".join(f"{count} ({why})" for why, count in counts.items())
+        terminalreporter.write_line(f"cannot run here: {listed}")
 
 
 @pytest.hookimpl(tryfirst=True)

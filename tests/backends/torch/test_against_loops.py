@@ -1,8 +1,7 @@
-"""The torch twins against loops over tokens; gating: tests/moe/test_router.py."""
+"""Edges, activations and errors of the torch backend; definitions: test_kernels.py."""
 
 import pytest
 import torch
-from helpers import naive
 
 from fairseq_tutel import ops
 from fairseq_tutel.backends import torch as torch_backend
@@ -37,32 +36,6 @@ def fairseq_activation(name):
     from fairseq import utils
 
     return utils.get_activation_fn(name.replace("gelu_fast", "gelu_accurate"))
-
-
-@pytest.mark.parametrize("T", [0, 61])
-@pytest.mark.parametrize("E", [1, 5, 128, 32768])
-def test_slots_and_rows(E, T):
-    """Some pairs are not routed. With an odd E tokens have priorities, some of them equal."""
-    K = 3
-    generator = torch.Generator().manual_seed(E)
-    expert = torch.randint(-1, E, (K, T), generator=generator, dtype=torch.int32).t()
-    expert[:2] = E - 1
-    priority = torch.randint(9, (T,), generator=generator).float() if E % 2 else None
-    slot, count = naive.assign_slots(expert, E, priority)
-    slots = ops.assign_slots(expert, E, priority_T=priority)
-    assert [each.tolist() for each in slots] == [slot, count]
-    assert {each.dtype for each in slots} == {torch.int32}
-    position = torch.tensor(slot, dtype=torch.int32).view(T, K)
-    gate = torch.rand(T, K, generator=generator)
-    for capacity, padded in ((None, False), (2, False), (0, False), (2, True), (0, True)):
-        options = {"capacity": capacity, "padded": padded, "normalize": False}
-        *maps, kept = naive.assign_rows(expert, position, gate, E, **options)
-        ends = kept[:0] if padded else kept.cumsum(0)
-        want = [*maps, kept, ends, torch.tensor(count)]
-        for order in ({"priority_T": priority}, {"slots": slots}):
-            got = ops.assign_rows(expert, gate, E, **order, **options)
-            assert [each.tolist() for each in got] == [each.tolist() for each in want]
-            assert {each.dtype for each in (*got[:2], *got[3:])} == {torch.int32}
 
 
 @pytest.mark.parametrize("activation", sorted(torch_backend.ACTIVATIONS))

@@ -1,99 +1,13 @@
-"""Products of ragged rows: kernels against a product per expert."""
+"""Products of ragged rows: which implementation computes them, and with what precision."""
 
 import contextlib
 from functools import partial
 
 import pytest
 import torch
-from helpers import naive
-from helpers.assertions import assert_close
+from test_kernels import ENDS, check, products
 
 from fairseq_tutel.backends.triton import _grouped as kernels
-from fairseq_tutel.backends.triton import _grouped_tma as tma
-
-ENDS = {
-    "uneven": [3, 30, 41, 57],
-    "all on one": [0, 0, 57, 57],
-    "an empty expert and unused rows": [20, 20, 33, 40],
-    "no rows at all": [0, 0, 0, 0],
-}
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-R, A, B = 57, 33, 20  # no multiples of a tile
-
-
-def make(ends, dtype, device, shapes=((R, A), (4, A, B), (R, B))):
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes]
-    made[0][ends[-1] :] = float("nan")  # rows of nobody may hold anything
-    made[2][ends[-1] :] = float("nan")
-    return *made, torch.tensor(ends, dtype=torch.int32, device=device)
-
-
-def check(products, gradients, args, dtype):
-    """Compare with a product per expert, whose weight is plain, or transposed as in training."""
-    rows, weight, other, offsets = args
-    ends = offsets.tolist()
-    used = ends[-1]
-    want = naive.rows_product(rows.double(), weight.double(), ends)[:used]
-    for given in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
-        for product in products:
-            got = product(rows, given, offsets)[:used]
-            assert got.dtype == dtype
-            assert_close("product", got, want, dtype)
-    want = naive.weight_gradient(rows.double(), other.double(), ends)
-    for gradient in gradients:
-        got = gradient(rows, other, offsets)
-        assert got.dtype == dtype and got.is_contiguous()
-        assert_close("gradient", got, want, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_equals_a_product_per_expert(ends, dtype, device):
-    check([kernels.rows_product], [kernels.weight_gradient], make(ends, dtype, device), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_kernels_with_tma_loads_equal_a_product_per_expert(ends, dtype, device):
-    if device.type == "cuda" and not tma.has_tma(device):
-        pytest.skip("a GPU without TMA")
-    args = rows, weight, other, offsets = make(ends, dtype, device, ((R, 40), (4, 40, 24), (R, 24)))
-    assert tma.describable(rows, weight)
-    few, many = tma.tma_tiles(True), tma.tma_tiles(False)
-    products = [partial(tma.rows_product_tma, source=None, tile=tile) for tile in {*few, *many}]
-    gradients = [partial(tma.weight_gradient_tma, source=None, tile=tile) for tile in many]
-    check(products, gradients, args, dtype)
-
-
-@pytest.mark.parametrize("way", ["every GPU", "TMA"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_gathered_inside_of_a_product(way, dtype, device):
-    """Row r is token pair[r] // 3; the last rows have no token, and no row is token 0."""
-    if way == "TMA" and (
-        dtype == torch.float32 or (device.type == "cuda" and not tma.has_tma(device))
-    ):
-        pytest.skip("kernels with TMA loads are for halves, and for GPUs that have it")
-    ends = ENDS["an empty expert and unused rows"]
-    _, weight, other, offsets = make(ends, dtype, device, ((R, 40), (4, 40, 24), (R, 24)))
-    tokens = torch.randn(19, 40).to(dtype).to(device)
-    tokens[0] = float("nan")
-    pair = torch.randperm(R).int().clamp(min=3).to(device)
-    pair[ends[-1] :] = -1
-    rows, source = tokens[pair.long() // 3], tma.Source(pair, 3)
-    used, exact = ends[-1], rows.double()
-    if way == "TMA":
-        tile = tma.tma_tiles(False)[-1]
-        got = tma.rows_product_tma(tokens, weight, offsets, source, tile)
-        gradient = tma.weight_gradient_tma(other, tokens, offsets, source, tile)
-    else:
-        got = kernels._rows_product(tokens, weight, offsets, source)
-        gradient = kernels.weight_gradient(other, tokens, offsets, source)
-    want = naive.rows_product(exact, weight.double(), ends)[:used]
-    assert_close("product", got[:used], want, dtype)
-    want = naive.weight_gradient(other.double(), exact, ends)
-    assert_close("gradient", gradient, want, dtype)
-
 
 EVERYWHERE, MINE, CPU = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
@@ -197,8 +111,8 @@ def test_candidates_are_timed_on_the_gpu_of_their_tensors_if_there_are_rows(num_
 def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     """Where it is one kernel; its CPU implementation checks shapes, layouts and results."""
     monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
-    args = make([8, 24, 24, 48], torch.bfloat16, "cpu", ((48, 16), (4, 16, 32), (48, 32)))
-    check([kernels.rows_product], [kernels.weight_gradient], args, torch.bfloat16)
+    ways = [(kernels.rows_product, kernels.weight_gradient)]
+    check(*products(ways, "cpu", torch.bfloat16, [8, 24, 24, 48], 16, 32))
 
 
 def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypatch):
@@ -215,9 +129,9 @@ def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypat
     monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
     monkeypatch.setattr(kernels, "_grouped_mm_skips_unused", lambda rows: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_unused, raising=False)
-    for ends in ENDS.values():
-        args = make(ends, torch.float32, device)
-        check([], [kernels.weight_gradient], args, torch.float32)
+    for ends in ENDS:
+        ways = [(partial(kernels._rows_product, source=None), kernels.weight_gradient)]
+        check(*products(ways, device, torch.float32, ends, 33, 20))
 
 
 def test_more_tiles_than_a_grids_second_dimension_may_have(monkeypatch):
