@@ -120,7 +120,7 @@ def rows_of_pairs(room, device, padded, normalize, T, E, K, capacity):
     position = torch.tensor(slot, dtype=INT32).view(T, K)
     counts = torch.tensor(counts, dtype=INT32)
     gate = torch.rand(T, K, generator=generator)
-    gate[::4] = 0  # a sum of zero is not divided by
+    gate[::8], gate[4::8] = 0, 1e-9  # sums below epsilon, which is the divisor then
     layout = {"capacity": capacity, "padded": padded, "normalize": normalize}
     leaf, d_weight = gate.double().requires_grad_(), draw(T, K)
     row, pair, weight, kept = naive.assign_rows(expert, position, leaf, E, **layout)
