@@ -1,21 +1,22 @@
-"""Tile sizes of all kernels.
+"""Tile sizes of all kernels, and the choice of the fastest tile or implementation.
 
-Autotuned kernels are keyed by model dimensions and by the dtype of their rows, never by token
-counts, which change from step to step. Only work of TUNE_ROWS rows and more is tuned; smaller work
-takes the first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps the choice,
-unless ``TRITON_CACHE_AUTOTUNING=0`` is set before the import.
+The choice is kept by model dimensions and by the dtype of the rows, never by token counts, which
+change from step to step. Only work of TUNE_ROWS rows and more is tuned; smaller work takes the
+first tile that fits. Triton's cache on disk (``TRITON_CACHE_DIR``) keeps the choice, unless
+``TRITON_CACHE_AUTOTUNING=0`` is set.
 The order of sums is that of the tile, so equal tiles give equal bits; tuning again, with an empty
 cache, may choose others. ``FAIRSEQ_TUTEL_AUTOTUNE=0`` tunes nothing.
 The interpreter takes exactly one, with small tiles.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from ._runtime import INTERPRET
 from ._sizes import cdiv, next_power_of_2
 
 T = TypeVar("T")
+Tiles = tuple[dict[str, int], ...]  # blocks and number of warps
 
 # Pairs per block of the slot kernels: a block compares all its pairs with each other.
 SLOT_BLOCK = 16 if INTERPRET else 128
@@ -65,49 +67,35 @@ _WARMUP_MS, _TIMED_MS = 5, 20
 _FILE = "fastest.json"
 # Index of the fastest implementation by its key.
 _fastest: dict[Hashable, int] = {}
-# Blocks and warps of an autotuned kernel's launches by the kernel, dtype and sizes.
-_tiles: dict[Hashable, dict] = {}
 
 
-def _pinned() -> bool:
-    return os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0"
-
-
-def _keeps_times() -> bool:
-    """Return whether Triton's cache on disk keeps times; Triton's own default is not to."""
-    return "TRITON_CACHE_AUTOTUNING" not in os.environ or triton.knobs.autotuning.cache
-
-
-def _configs(
-    blocks: tuple[str, ...], interpreted: tuple[int, ...], *free: tuple[int, ...]
-) -> list[triton.Config]:
-    """Return configurations with these blocks; ``free``: number of warps, then their sizes."""
+def _tiles(blocks: tuple[str, ...], interpreted: tuple[int, ...], *free: tuple[int, ...]) -> Tiles:
+    """Return tiles with these blocks; ``free``: number of warps, then their sizes."""
     if INTERPRET:
-        return [triton.Config(dict(zip(blocks, interpreted, strict=True)))]
-    return [
-        triton.Config(dict(zip(blocks, sizes, strict=True)), num_warps=warps)
-        for warps, *sizes in free
-    ]
+        return (dict(zip(blocks, interpreted, strict=True)),)
+    names = "num_warps", *blocks
+    return tuple(dict(zip(names, sizes, strict=True)) for sizes in free)
 
 
-def tuning(configs: list[triton.Config], prune: Callable) -> dict[str, object]:
-    """Return the options of ``triton.autotune`` but its key."""
-    prune_by = {"early_config_prune": prune}
-    return {"configs": configs, "prune_configs_by": prune_by, "cache_results": _keeps_times()}
-
-
-def move_configs() -> list[triton.Config]:
-    """Return tiles (tokens x model dim) of dispatch and combine."""
-    wide = ((4, 1, 2048), (4, 1, 4096), (8, 1, 4096), (4, 2, 1024), (8, 4, 1024))
-    narrow = ((4, 4, 512), (4, 8, 256), (4, 32, 64))
-    return _configs(("BLOCK_T", "BLOCK_M"), (4, 32), *wide, *narrow)
-
-
-def act_configs() -> list[triton.Config]:
-    """Return tiles (rows x hidden dim) of bias + activation; BLOCK_N divides a tile's rows."""
-    wide = ((4, 2, ACT_COLUMNS), (8, 4, ACT_COLUMNS))
-    narrow = ((4, 4, 512), (4, 8, 256), (4, 16, 128))
-    return _configs(("BLOCK_N", "BLOCK_F"), (4, ACT_COLUMNS), *wide, *narrow)
+# tokens x model dim, of dispatch and combine
+MOVE_TILES = _tiles(
+    ("BLOCK_T", "BLOCK_M"),
+    (4, 32),
+    *((4, 1, 2048), (4, 1, 4096), (8, 1, 4096), (4, 2, 1024), (8, 4, 1024)),
+    *((4, 4, 512), (4, 8, 256), (4, 32, 64)),
+)
+# rows x hidden dim, of bias + activation; BLOCK_N divides a tile's rows
+ACT_TILES = _tiles(
+    ("BLOCK_N", "BLOCK_F"),
+    (4, ACT_COLUMNS),
+    *((4, 2, ACT_COLUMNS), (8, 4, ACT_COLUMNS), (4, 4, 512), (4, 8, 256), (4, 16, 128)),
+)
+# rows x columns x summed dim, of the products; the first one fits every GPU
+PRODUCT_TILES = _tiles(
+    ("BLOCK_R", "BLOCK_C", "BLOCK_D"),
+    (16, 16, 16),
+    *((4, 64, 64, 32), (8, 128, 128, 32), (4, 128, 64, 64), (4, 64, 128, 64), (8, 128, 256, 32)),
+)
 
 
 def act_tile_rows(num_rows: int, F: int) -> int:
@@ -121,58 +109,45 @@ def act_tile_rows(num_rows: int, F: int) -> int:
     return tile
 
 
-def product_configs() -> list[triton.Config]:
-    """Return tiles (rows x columns x summed dim) of the products; the first fits every GPU."""
-    small = ((4, 64, 64, 32), (8, 128, 128, 32), (4, 128, 64, 64), (4, 64, 128, 64))
-    return _configs(("BLOCK_R", "BLOCK_C", "BLOCK_D"), (16, 16, 16), *small, (8, 128, 256, 32))
-
-
-def prune_ieee_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:
+def few_ieee_tiles(tiles: Tiles, given: dict) -> Tiles:
     """Drop the tiles that spill registers in fp32 without TF32, and take seconds to compile."""
-    args = {**named_args, **kwargs}
-    if args["rows_ptr"].dtype != torch.float32 or args["PRECISION"] != "ieee":
-        return configs
-    return configs[:IEEE_TILES]
+    slow = given["rows_ptr"].dtype == torch.float32 and given["PRECISION"] == "ieee"
+    return tiles[:IEEE_TILES] if slow else tiles
 
 
-def prune_wide_tiles(configs: list[triton.Config], named_args: dict, **kwargs) -> list:
+def narrow_tiles(tiles: Tiles, given: dict) -> Tiles:
     """Drop tiles wider than the row they work on (padded to a power of two)."""
-    args = {**named_args, **kwargs}
-    for block, dim in (("BLOCK_M", "M"), ("BLOCK_F", "F")):
-        if dim in args:
-            limit = next_power_of_2(args[dim])
-            return [c for c in configs if c.kwargs[block] <= limit] or configs[-1:]
-    return configs
+    block, dim = ("BLOCK_M", "M") if "M" in given else ("BLOCK_F", "F")
+    limit = next_power_of_2(given[dim])
+    return tuple(tile for tile in tiles if tile[block] <= limit) or tiles[-1:]
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """A kernel for :func:`launch`, with the tiles that it may have."""
+
+    fn: triton.JITFunction
+    tiles: Tiles
+    fitting: Callable[[Tiles, dict], Tiles]  # from the tiles and the named arguments
+    keys: tuple[str, ...]  # arguments on which the fastest tile depends
 
 
 def launch(
-    kernel: triton.KernelInterface,
-    grid: tuple | Callable,
-    rows: int,
-    dtype: torch.dtype,
-    *args,
-    **kw,
+    kernel: Tuned, grid: tuple | Callable, rows: int, dtype: torch.dtype, *args, **given
 ) -> None:
-    """Launch an autotuned kernel, tuning it for the dtype of its rows if they are many.
+    """Launch a kernel with the fastest tile for the dtype of its rows and the kernel's keys.
 
-    Smaller work takes the first tile that fits, tuned or not, so that its results do not depend on
-    what ran before. Later launches do not ask Triton's autotuner, which takes 10 us to answer.
+    Small work takes the first tile that fits, tuned or not, so that its results do not depend on
+    what ran before.
     """
-    tuned = rows >= TUNE_ROWS and len(kernel.configs) > 1
-    key = (kernel, dtype, tuned, *[kw[name] for name in kernel.keys])
-    tile = _tiles.get(key)
-    if tile is None:
-        tunes = tuned and not _pinned()
-        later = tunes and torch.cuda.is_current_stream_capturing()  # no timing in a graph
-        if tunes and not later:
-            with contextlib.suppress(torch.OutOfMemoryError):  # the timing takes 256 MB
-                kernel[grid](*args, **kw)
-                _tiles[key] = kernel.best_config.all_kwargs()
-                return
-        tile = prune_wide_tiles(kernel.configs, kw)[0].all_kwargs()
-        if not later:
-            _tiles[key] = tile
-    kernel.fn[grid](*args, **kw, **tile)
+    key = kernel.fn.__name__, dtype, *[given[name] for name in kernel.keys]
+    tiles = kernel.fitting(kernel.tiles, given)
+    tune = rows >= TUNE_ROWS and len(tiles) > 1
+
+    def candidates() -> list[Callable]:
+        return [partial(kernel.fn[grid], *args, **given, **tile) for tile in tiles]
+
+    kernel.fn[grid](*args, **given, **tiles[_choice(key, candidates) if tune else 0])
 
 
 def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) -> T:
@@ -181,20 +156,26 @@ def fastest(key: Hashable, tune: bool, candidates: Sequence[Callable[[], T]]) ->
     The key has the product, its sizes and dtype. Work that is too small (``tune``) takes the first
     implementation. One that needs more resources than the GPU has is left out.
     """
-    if not tune or len(candidates) == 1 or _pinned():
-        return candidates[0]()
+    tune = tune and len(candidates) > 1
+    return candidates[_choice(key, lambda: candidates) if tune else 0]()
+
+
+def _choice(key: Hashable, candidates: Callable[[], Sequence[Callable]]) -> int:
+    """Return the index of the fastest candidate; 0 where nothing may be timed."""
     if key not in _fastest:
-        if torch.cuda.is_current_stream_capturing():  # nothing can be timed in a graph
-            return candidates[0]()
-        _fastest[key] = _kept_or_timed(key, candidates)
-    return candidates[_fastest[key]]()
+        pinned = os.environ.get("FAIRSEQ_TUTEL_AUTOTUNE", "1") == "0"
+        if pinned or torch.cuda.is_current_stream_capturing():  # no timing in a graph
+            return 0
+        _fastest[key] = _kept_or_timed(key, candidates())
+    return _fastest[key]
 
 
 def _kept_or_timed(key: Hashable, candidates: Sequence[Callable[[], object]]) -> int:
     """Return the index of the fastest candidate from Triton's cache on disk, or time them."""
     what = f"{_installed()} {torch.cuda.get_device_name()} {len(candidates)} {key}"
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(what.encode()).hexdigest())
-    keeps = _keeps_times()
+    # Triton's own default is not to
+    keeps = "TRITON_CACHE_AUTOTUNING" not in os.environ or triton.knobs.autotuning.cache
     path = cache.get_file(_FILE) if keeps else None
     if path is not None:
         return json.loads(Path(path).read_text())["fastest"]

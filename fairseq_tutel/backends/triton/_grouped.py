@@ -18,12 +18,12 @@ from torch import Tensor
 from ._autotune import (
     FEW_ROWS,
     FLAT_BLOCK,
+    PRODUCT_TILES,
     TUNE_ROWS,
+    Tuned,
     fastest,
+    few_ieee_tiles,
     launch,
-    product_configs,
-    prune_ieee_tiles,
-    tuning,
 )
 from ._grouped_tma import (
     Source,
@@ -40,7 +40,7 @@ from ._tiles import tile_rows, token_of_row
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
 _DYNAMIC = ["num_rows"]
-_TUNED = tuning(product_configs(), prune_ieee_tiles)
+_tuned = partial(Tuned, tiles=PRODUCT_TILES, fitting=few_ieee_tiles)
 # Programs per expert that look whether its gradient has to be cleared.
 _CLEARING_PROGRAMS = 128
 
@@ -52,7 +52,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@triton.autotune(key=["A", "B", "stride_a", "PRECISION"], **_TUNED)
+@partial(_tuned, keys=("A", "B", "stride_a", "PRECISION"))
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_product_kernel(
     out_ptr,  # (R, B) - output; the rows of nobody come out zero
@@ -115,7 +115,7 @@ def _rows_product_kernel(
     tl.store(out_ptr + offs_r[:, None] * B + offs_b[None, :], out, mask=mask)
 
 
-@triton.autotune(key=["A", "B", "PRECISION"], **_TUNED)
+@partial(_tuned, keys=("A", "B", "PRECISION"))
 @triton.jit
 def _weight_gradient_kernel(
     out_ptr,  # (e, A, B) - output; zero for an expert without rows

@@ -13,6 +13,7 @@ written.
 """
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -23,23 +24,21 @@ from .. import GATES
 from ._activations import FORMULA, activate, activate_bwd
 from ._autotune import (
     ACT_TILE_ROWS,
+    ACT_TILES,
     SUM_BLOCK_COLS,
     SUM_BLOCK_ROWS,
-    act_configs,
+    Tuned,
     act_tile_rows,
     launch,
-    prune_wide_tiles,
-    tuning,
+    narrow_tiles,
 )
 from ._runtime import FLOAT_DTYPES, INT32, check_tensor, checked, device_guard
 from ._sizes import cdiv, next_power_of_2
 from ._tiles import ragged_tiles, tile_rows
 
 _DYNAMIC = ["num_rows", "rows_per_expert"]
-_TUNED = {
-    "key": ["F", "TILE", "ACTIVATION", "GATED", "DROPOUT_P"],
-    **tuning(act_configs(), prune_wide_tiles),
-}
+_KEYS = "F", "TILE", "ACTIVATION", "GATED", "DROPOUT_P"
+_tuned = partial(Tuned, tiles=ACT_TILES, fitting=narrow_tiles, keys=_KEYS)
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def _load_biased(h_ptr, offs, mask, bias_ptr, bias):
     return z
 
 
-@triton.autotune(**_TUNED)
+@_tuned
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_fwd_kernel(
     y_ptr,  # (R, F) - output
@@ -131,7 +130,7 @@ def _bias_act_fwd_kernel(
         tl.store(y_ptr + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.autotune(**_TUNED)
+@_tuned
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _bias_act_bwd_dh_kernel(
     d_h_ptr,  # (R, W) - output, or None

@@ -9,17 +9,19 @@ programs of the same launch, which find them in the inverse map. Loads and store
 own dtype, sums are fp32.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._autotune import ROWS_PER_PROGRAM, launch, move_configs, prune_wide_tiles, tuning
+from ._autotune import MOVE_TILES, ROWS_PER_PROGRAM, Tuned, launch, narrow_tiles
 from ._runtime import FLOAT_DTYPES, INT32, checked, device_guard
 from ._sizes import cdiv, next_power_of_2
 
 _DYNAMIC = ["num_tokens", "num_rows"]
-_TUNED = {"key": ["M", "TOP_K"], **tuning(move_configs(), prune_wide_tiles)}
+_tuned = partial(Tuned, tiles=MOVE_TILES, fitting=narrow_tiles, keys=("M", "TOP_K"))
 # Up to this top-k a token's rows are written out one after the other, so that the loads of all are
 # under way at once; their indices and weights are then loaded before the loop over M.
 _MAX_UNROLL = tl.constexpr(4)
@@ -72,7 +74,7 @@ def _add_dot(dot, a, b, k):
     return dot + tl.where(offs_k[None, :] == k, part[:, None], 0.0)
 
 
-@triton.autotune(**_TUNED)
+@_tuned
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _token_to_rows_kernel(
     rows_ptr,  # (R, M) - output, or None: weight * x in the row of each pair, 0 in unused rows
@@ -172,7 +174,7 @@ def _token_to_rows_kernel(
                     tl.store(rows_ptr + offs_r[:, None] * M + offs_m[None, :], zero, mask=mask)
 
 
-@triton.autotune(**_TUNED)
+@_tuned
 @triton.jit(do_not_specialize=_DYNAMIC)
 def _rows_to_token_kernel(
     y_ptr,  # (T, M) - output: sum over the pairs of weight * (rows + bias of the expert)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._fp8 import quantize_rows, rounded_rows
 from .._network import Gradients, Kept, Pending, Source
-from ._autotune import act_configs
+from ._autotune import ACT_TILES
 from ._grouped import Source as Gathered
 from ._grouped import rows_product, weight_gradient
 from ._runtime import checked
@@ -249,7 +249,7 @@ def weighted_act_bwd(
     ``weight_R`` is fp32; other arguments are those of :func:`.activation.bias_act_bwd`.
     """
     active = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    num_rows, narrowest = weight_R.numel(), min(c.kwargs["BLOCK_F"] for c in act_configs())
+    num_rows, narrowest = weight_R.numel(), min(tile["BLOCK_F"] for tile in ACT_TILES)
     blocks = next_power_of_2(cdiv(dy.shape[-1], narrowest))
     weight_R = checked("weight", weight_R, (num_rows,), (torch.float32,), dy.device)
     dot = dy.new_empty((num_rows, blocks), dtype=torch.float32)

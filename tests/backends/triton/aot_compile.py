@@ -4,7 +4,7 @@
 
 ``all`` compiles every variant, ``one`` the first of each kernel, both with its first tile;
 Kernels with TMA loads are compiled with all their tiles for the targets that have TMA.
-``tiles`` compiles the bf16 variants of autotuned kernels with every other tile, and the fp32
+``tiles`` compiles the bf16 variants of tuned kernels with every other tile, and the fp32
 variants of products without TF32 with the other tiles that they try. Prints one JSON line per
 target and variant.
 """
@@ -202,11 +202,10 @@ def _signature(function, dtype, constants):
 
 
 def _compile(kernel, dtype, constants, target, tile=0):
-    function, options = kernel, {}
-    if not isinstance(kernel, triton.JITFunction):  # an autotuned kernel wraps the compiled one
-        function, config = kernel.fn, kernel.configs[tile]
-        constants, options = {**constants, **config.kwargs}, {"num_warps": config.num_warps}
-    options |= {
+    function = kernel
+    if isinstance(kernel, tiles.Tuned):
+        function, constants = kernel.fn, {**constants, **kernel.tiles[tile]}
+    options = {
         name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
     }
     signature = _signature(function, dtype, constants)
@@ -281,9 +280,9 @@ def _chosen(variants):
     done = set()
     for kernel, dtype, constants in _variants():
         if variants == "tiles":
-            if isinstance(kernel, triton.JITFunction):
+            if not isinstance(kernel, tiles.Tuned):
                 continue
-            count = len(kernel.configs) if dtype == "bf16" else 0
+            count = len(kernel.tiles) if dtype == "bf16" else 0
             if dtype == "fp32" and constants.get("PRECISION") == "ieee":
                 count = tiles.IEEE_TILES
             for tile in range(1, count):
