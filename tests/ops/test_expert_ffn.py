@@ -1,5 +1,7 @@
 """The expert network against a loop over rows, block by block and as whole products."""
 
+import itertools
+
 import pytest
 import torch
 from helpers import naive
@@ -77,17 +79,24 @@ LOOPED = [
     *((layout, activation, torch.float64, biased) for layout in ("padded", "ragged", "empty")
       for activation in GATED for biased in (False, True)),
 ]  # fmt: skip
+# The kernels compute in fp32 at most, and the interpreter truncates to bf16. Other activations:
+# tests/backends/triton/test_kernels.py.
+IN_KERNELS = {
+    (layout, activation, torch.float if dtype == torch.double else dtype, biased)
+    for layout, activation, dtype, biased in LOOPED
+    if activation in ("gelu", "swiglu") and dtype != torch.bfloat16
+}
+BY_WAY = [
+    *itertools.product(("one-block", "many-blocks"), LOOPED),
+    *(pytest.param("triton", case, marks=pytest.mark.interpreted)
+      for case in sorted(IN_KERNELS, key=str)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "activation", "dtype", "biased"), LOOPED, ids=str)
-def test_equals_a_loop_over_rows(layout, activation, dtype, biased, way):
+@pytest.mark.parametrize(("way", "case"), BY_WAY, indirect=["way"], ids=str)
+def test_equals_a_loop_over_rows(case, way):
     """Products in the rows' dtype, bias and activation in fp32 at least; the loop in fp64."""
-    if way == "triton" and dtype == torch.float64:
-        dtype = torch.float32
-        if (layout, activation, dtype, biased) in LOOPED:
-            pytest.skip("the kernels compute in fp32 at most, as another case does")
-    if way == "triton" and (dtype == torch.bfloat16 or activation not in ("gelu", "swiglu")):
-        pytest.skip("the interpreter truncates to bf16; activations: test_activation_kernels.py")
+    layout, activation, dtype, biased = case
     args, offsets = tensors(layout, dtype, halves=1 + (activation in GATED), biased=biased)
     torch.manual_seed(6)  # of d_out: sums of few rows may cancel, which no tolerance covers
     names = [name for name, x in zip(NAMES, args, strict=True) if x is not None]
