@@ -11,42 +11,48 @@ from ..config import OVERLAP_DEGREES
 from ..distributed.exchanges import exchange_candidates
 from ..moe import MoELayer
 from ..moe.memory import free_memory
-from .search.search import Axis
+from .search.halving import Choice, list_choices
 
 TUNABLE = ("algorithm", "overlap_degree", "r")
+_MOST = 40  # choices of a search
 _UNKNOWN_MEMORY = 1 << 40  # no limit where the system does not say
 
 
-def build_choices(layers: Sequence[MoELayer], tuned: Sequence[str], all_r=False) -> list[Axis]:
-    """Build the axes of the search, one for each field in ``tuned``. Collective.
+def build_choices(
+    layers: Sequence[MoELayer], tuned: Sequence[str], everything: bool = False
+) -> list[Choice]:
+    """List the values of the fields in ``tuned``, the simplest first, at most 40. Collective.
 
     An algorithm stays if it fits the nodes with some r. With another r ``linear`` takes its place,
-    and the times are equal. ``all_r`` includes r whose gathered weights do not fit in memory.
+    and the times are equal. ``everything``: without the limits of memory and of the list.
     """
     base, groups = layers[0].exchange_config, layers[0].groups
     for name in tuned:
         if name not in TUNABLE:
             raise ValueError(f"{name!r} cannot be tuned; choose of {', '.join(TUNABLE)}")
-    sizes = [base.r]
+    sizes, values = [base.r], {}
     if "r" in tuned and all(layer.experts.can_be_gathered for layer in layers):
-        sizes = distributed.possible_r(groups) if all_r else _r_in_memory(layers)
-    axes = []
+        sizes = distributed.possible_r(groups) if everything else _r_in_memory(layers)
     if "algorithm" in tuned:
-        names, fit = exchange_candidates(), []
-        for name in names:
-            config = dataclasses.replace(base, algorithm=name)
-            for layer in layers:
-                layer.prepare_exchanges([config])
-            configs = [dataclasses.replace(config, r=r) for r in sizes if r]
-            if any(distributed.build_exchange(each, groups).name == name for each in configs):
-                fit.append(name)
-        axes.append(Axis("algorithm", tuple(fit or names[:1]), ordered=False))
+        values["algorithm"] = _algorithms_that_fit(layers, [r for r in sizes if r])
     if "overlap_degree" in tuned:
-        axes.append(Axis("overlap_degree", OVERLAP_DEGREES))
+        values["overlap_degree"] = OVERLAP_DEGREES
     if len(sizes) > 1:
-        ordered = tuple(r for r in sizes if r)
-        axes.append(Axis("r", ordered, standalone=(0,) if 0 in sizes else ()))
-    return axes
+        values["r"] = sizes
+    return list_choices(values, None if everything else _MOST)
+
+
+def _algorithms_that_fit(layers: Sequence[MoELayer], sizes: Sequence[int]) -> Sequence[str]:
+    """Return the algorithms that are used with some r. Collective."""
+    base, names, fit = layers[0].exchange_config, exchange_candidates(), []
+    for name in names:
+        config = dataclasses.replace(base, algorithm=name)
+        for layer in layers:
+            layer.prepare_exchanges([config])
+        configs = [dataclasses.replace(config, r=r) for r in sizes]
+        if any(distributed.build_exchange(c, layers[0].groups).name == name for c in configs):
+            fit.append(name)
+    return fit or names[:1]
 
 
 def _r_in_memory(layers) -> list[int]:

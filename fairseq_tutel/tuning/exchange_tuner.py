@@ -19,7 +19,7 @@ import torch
 from ..distributed import StepAgreement, gather_texts, refuse_differences, sync_stacks_of_all
 from ..moe import MoELayer
 from .candidates import build_choices, check_layers_match, signature
-from .search.search import Space
+from .search.halving import Choice
 from .search.store import dump, load, read_pinned
 from .search.tuner import WINDOW, Key, Tuner, nearest
 from .timer import RegionTimer
@@ -36,7 +36,8 @@ class ExchangeTuner:
         layers: layers with one width, number of experts and exchange; they are measured together.
         tuned: fields of :class:`~fairseq_tutel.config.ExchangeConfig` to choose, from ``TUNABLE``
             (default: algorithm and overlap degree).
-        steps: steps of a trial (default 5); the first is not measured.
+        steps: steps of a trial in round two (default 5); the first is not measured. Round one
+            measures one step, and each later round twice as many as the one before.
         max_loss: share of the run's time after which no further trial starts (default 0.02).
         pinned: text of :meth:`file`. The tuner uses its choices and measures nothing, so rounding
             does not depend on times (default None: measure).
@@ -56,19 +57,17 @@ class ExchangeTuner:
     ):
         self._layer = layer = check_layers_match(layers)
         self._base = layer.exchange_config
-        self.space = Space(build_choices(layers, tuned, all_r=pinned is not None))
+        self.choices = build_choices(layers, tuned, everything=pinned is not None)
         self.signature = signature(layer)
-        # start with the layers' own exchange, if it can be chosen
-        own = [(axis, getattr(self._base, axis.name)) for axis in self.space.axes]
-        start = {axis.name: v if v in axis.all_values else axis.values[0] for axis, v in own}
-        self._tuner = Tuner(self.space, steps=steps, max_loss=max_loss, start=start)
+        own = {name: getattr(self._base, name) for name in self.choices[0]}
+        self._tuner = Tuner(self.choices, steps=steps, max_loss=max_loss, start=own)
         self._others: list[dict] = []  # results of other machines
-        self._pinned: dict[Key, dict[str, Any]] | None = None
+        self._pinned: dict[Key, Choice] | None = None
         if pinned is not None:
             checksum = hashlib.sha256(pinned.encode()).hexdigest()[:16]
             refuse_differences("the file of exchange choices", gather_texts(checksum))
             same = {name: self.signature[name] for name in ("ranks", "ranks_per_node")}
-            self._pinned = read_pinned(pinned, self.space, same)
+            self._pinned = read_pinned(pinned, self.choices, same)
         self._warned: set[str] = set()  # kinds of keys that are missing in the file
         # cached, so that a step without trial or measurement costs nothing
         self._exchange = functools.cache(
@@ -121,7 +120,7 @@ class ExchangeTuner:
         capacity = config.top_k * largest // config.num_experts  # the mean if it is not fixed
         if config.is_static(training=True) and not self._base.wire_compact:
             capacity = config.capacity(largest, training=True)
-        choice, number, measured = self._choose(Key(kind, capacity // WINDOW))
+        number, choice, measured = self._choose(Key(kind, capacity // WINDOW))
         timer = None
         if measured:
             timer = self._timers[number] = RegionTimer()
@@ -132,7 +131,8 @@ class ExchangeTuner:
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return trials and decisions since the last call; the same on all ranks."""
-        return self._tuner.take_events()
+        events, self._tuner.events = self._tuner.events, []
+        return events
 
     @property
     def milliseconds(self) -> float | None:
@@ -161,11 +161,10 @@ class ExchangeTuner:
         measured = {number: us for number, us in known.items() if us is not None}
         return self._tuner.payload(elapsed, measured)
 
-    def _choose(self, key) -> tuple[dict[str, Any], int, bool]:
-        """Return (choice, step, measured)."""
+    def _choose(self, key: Key) -> tuple[int, Choice, bool]:
+        """Return step, choice and whether a sample is wanted."""
         if self._pinned is None:
-            step = self._tuner.begin(key)
-            return step.choice, step.step, step.measured
+            return self._tuner.begin(key)
         found = nearest(self._pinned, key)
         if found is None and key.kind not in self._warned:
             self._warned.add(key.kind)
@@ -174,7 +173,7 @@ class ExchangeTuner:
                 f"the file of exchange choices has none for {_describe_kind(key.kind)} (it has: "
                 f"{kinds}): the layers keep their own exchange"
             )
-        return {} if found is None else self._pinned[found], -1, False
+        return -1, {} if found is None else self._pinned[found], False
 
 
 def describe_tuning(event: Mapping[str, Any]) -> str:

@@ -190,11 +190,7 @@ def r_points(steps: Steps) -> Iterator[Point]:
 
 def tunable_choices(layer: MoELayer) -> dict[str, ExchangeConfig]:
     """Return everything that the tuner can choose, by name."""
-    axes = build_choices([layer], TUNABLE)
-    products = itertools.product(*(axis.values for axis in axes))
-    values = [dict(zip((a.name for a in axes), product, strict=True)) for product in products]
-    simplest = {axis.name: axis.values[0] for axis in axes}
-    values += [{**simplest, axis.name: value} for axis in axes for value in axis.standalone]
+    values = build_choices([layer], TUNABLE)
     choices = [dataclasses.replace(layer.exchange_config, **each) for each in values]
     return {name_of(choice): choice for choice in choices}
 

@@ -1,21 +1,21 @@
-"""Synthetic times of choices, by the cost model of overlapped exchanges, and noise on them."""
+"""Times of choices: recorded ones, synthetic ones by a cost model, and noise on them."""
 
-import itertools
+import json
 import random
 
-from fairseq_tutel.tuning.search.search import Axis, Space
+from helpers.commands import ROOT
+
+from fairseq_tutel.tuning.search.halving import list_choices
+
+_RECORDED = ROOT / "scripts/bench/results/adaptive-4-messages-redesign.json"
 
 
 def space(slices=1):
     """2 algorithms, 4 degrees, and the parallelisms of experts that are cut into slices."""
-    axes = [
-        Axis("algorithm", ("linear", "2dh"), ordered=False),
-        Axis("overlap_degree", (1, 2, 4, 8)),
-    ]
+    values = {"algorithm": ("linear", "2dh"), "overlap_degree": (1, 2, 4, 8)}
     if slices > 1:
-        divisors = tuple(r for r in range(1, slices + 1) if slices % r == 0)
-        axes.append(Axis("r", divisors, standalone=(0,)))
-    return Space(axes)
+        values["r"] = (0, *(r for r in range(1, slices + 1) if slices % r == 0))
+    return list_choices(values)
 
 
 def table(choices, seed):
@@ -25,14 +25,23 @@ def table(choices, seed):
     exchange, experts = rng.uniform(200, 20000), rng.uniform(200, 20000)
     hierarchical, overhead = rng.uniform(0.4, 2.5), rng.uniform(0, 400)
     gather, gather_all = rng.uniform(50, 8000), rng.uniform(5000, 40000)
-    times = {}
-    for choice in itertools.product(*[range(len(axis.all_values)) for axis in choices.axes]):
-        values = choices.values(choice)
+    times = []
+    for values in choices:
         d, r = values["overlap_degree"], values.get("r", 1)
         a = exchange * r * (hierarchical if values["algorithm"] == "2dh" else 1)
         time = max(2 * a, a + (a + experts) / d, experts + 2 * a / d) + overhead * (d - 1)
-        times[choice] = round(gather_all + experts if r == 0 else time + gather / r)
+        times.append(round(gather_all + experts if r == 0 else time + gather / r))
     return times
+
+
+def recorded():
+    """Choices, and their times by the capacity factor, of bench_steps.py on four ranks."""
+    choices = space(2)
+    fixed = json.loads(_RECORDED.read_text())["fixed"]
+    rows = [fixed["{algorithm} x{overlap_degree} r={r}".format_map(choice)] for choice in choices]
+    return choices, {
+        float(factor): [round(1e6 * row[factor]) for row in rows] for factor in rows[0]
+    }
 
 
 class Noise:

@@ -108,7 +108,7 @@ def _parallelism():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates, "free_memory", lambda device: 2000)  # of both ranks
         tuner = ExchangeTuner([layer], ["r"], max_loss=1.0)
-    assert [axis.all_values for axis in tuner.space.axes] == [(1, 2)]
+    assert tuner.choices == [{"r": 1}, {"r": 2}]
     tuner, used = ExchangeTuner([layer], ["r"], max_loss=1.0), []
     for _ in range(30):
         step = tuner.agree(640, torch.float32)

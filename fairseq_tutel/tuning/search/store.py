@@ -1,41 +1,37 @@
 """State of a tuner as JSON text, for checkpoints and for ``--moe-tune-file``.
 
-:func:`dump` writes format 1; a key is ``train/float32/M512 F2048 E8/1``. Results under another
-signature (machines, versions) are kept for runs with that signature.
+A key is ``train/float32/M512 F2048 E8/1``. Results under another signature (machines, versions) are
+kept for runs with that signature.
 """
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .search import Search, Space
-from .tuner import Entry, Key, Tuner
+from .halving import Choice, Search
+from .tuner import Key, Tuner
 
 _FORMAT = 1
-_ENTRY = {"choice", "us", "baseline_us", "trials", "closed", "opened"}
+_ENTRY = ("us", "baseline_us", "trials", "closed", "opened")
 
 
-def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) -> str:
-    """Return the state of a tuner as text, without samples that are still awaited.
+def dump(tuner: Tuner, signature: Mapping[str, Any], others: Sequence[dict] = ()) -> str:
+    """Return the state of a tuner as text, without samples of the trials under way.
 
     ``others``: results under other signatures, from :func:`load`.
     """
-    values, keys, under_way = tuner.space.values, {}, {}
-    for key, entry in tuner.entries.items():
+    choices, keys, under_way = tuner.choices, {}, {}
+    for key, search in tuner.searches.items():
         keys[str(key)] = {
-            "choice": values(entry.current),
-            "us": entry.time,
-            "baseline_us": entry.baseline,
-            "trials": entry.trials,
-            "closed": entry.search is None,
-            "opened": entry.opened,
+            "choice": choices[search.best],
+            **search.found,
+            "closed": not search.round,
+            "opened": search.opened,
         }
-        if entry.search is not None:
-            under_way[str(key)] = {
-                "start": values(entry.search.start),
-                "history": [[values(choice), samples] for choice, samples in entry.search.history],
-                "samples": entry.samples,
-            }
+        if search.round:
+            trials = [(choices[n], found) for n, each in search.trials.items() for found in each]
+            under_way[str(key)] = {"start": choices[search.start], "history": trials}
     state = {
         "format": _FORMAT,
         "signature": dict(signature),
@@ -52,7 +48,8 @@ def dump(tuner: Tuner, signature: Mapping[str, Any], others: list | tuple = ()) 
 def load(text: str, tuner: Tuner, signature: Mapping[str, Any]) -> list[dict]:
     """Fill a new tuner from :func:`dump`'s text; raise ValueError if it is invalid.
 
-    Return results under other signatures, for the next :func:`dump`.
+    Keys with a choice that this run lacks are left out. Return results under other signatures, for
+    the next :func:`dump`.
     """
     others = []
     for known in _parse(text):
@@ -62,31 +59,36 @@ def load(text: str, tuner: Tuner, signature: Mapping[str, Any]) -> list[dict]:
         tuner.step = known.get("step", 0)
         tuner.run_time, tuner.lost_time = known.get("run_us", 0), known.get("lost_us", 0)
         for name, saved in known["keys"].items():
-            entry = _entry(saved, known.get("open", {}).get(name), tuner.space)
-            if entry is not None:
-                tuner.entries[Key.parse(name)] = entry
-    tuner.restart_checksum()
+            search = _search(saved, known.get("open", {}).get(name), tuner)
+            if search is not None:
+                tuner.searches[Key.parse(name)] = search
+    found = sorted((str(key), s.best, s.round) for key, s in tuner.searches.items())
+    tuner.checksum = zlib.crc32(repr((tuner.step, found)).encode())
     return others
 
 
-def _entry(saved: Mapping, search: Mapping | None, space: Space) -> Entry | None:
-    """Build an entry; return None if this run chooses among other values."""
-    times = saved["us"], saved["baseline_us"], saved["trials"], saved["opened"]
+def _search(saved: Mapping, under_way: Mapping | None, tuner: Tuner) -> Search | None:
+    """Return a search that is decided or goes on; None if this run lacks one of its choices."""
+    number = tuner.choices.index
     try:
-        entry = Entry(space.choice(saved["choice"]), None, *times)
         if saved["closed"]:
-            return entry
-        if search is None:
+            search = Search(tuner.near, number(saved["choice"]), saved["opened"])
+            search.found, search.round = {name: saved[name] for name in search.found}, 0
+        elif under_way is None:
             return None
-        history = [(space.choice(values), samples) for values, samples in search["history"]]
-        entry.search = Search(space, space.choice(search["start"]), history)
-    except ValueError:
+        else:
+            search = Search(tuner.near, number(under_way["start"]), saved["opened"])
+            for choice, samples in under_way["history"]:
+                search.trials.setdefault(number(choice), []).extend([samples] * bool(samples))
+            search.plan()
+    except (ValueError, KeyError, TypeError):
         return None
-    entry.samples = list(search["samples"])  # its next step is a first one again
-    return entry
+    return search
 
 
-def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
+def read_pinned(
+    text: str, choices: list[Choice], signature: Mapping[str, Any]
+) -> dict[Key, Choice]:
     """Return the decided choices of a file, for a run that measures nothing.
 
     Raise ValueError if the text is invalid or its signature, decisions or choices are not this
@@ -98,14 +100,12 @@ def read_pinned(text: str, space: Space, signature: Mapping[str, Any]) -> dict[K
             raise ValueError(
                 f"it was made with {name} = {made['signature'].get(name)}, and this run has {value}"
             )
-    found = {
-        Key.parse(name): space.values(space.choice(known["choice"]))
-        for name, known in made["keys"].items()
-        if known["closed"]
-    }
-    if not found:
+    closed = {Key.parse(k): known["choice"] for k, known in made["keys"].items() if known["closed"]}
+    if not closed:
         raise ValueError("it has no decided key: the run that wrote it ended before a search did")
-    return found
+    if lacking := [choice for choice in closed.values() if choice not in choices]:
+        raise ValueError(f"its choice {lacking[0]} is none of this run's")
+    return closed
 
 
 def _parse(text: str) -> list[dict]:
@@ -118,13 +118,11 @@ def _parse(text: str) -> list[dict]:
     if version != _FORMAT:
         raise ValueError(f"format {version!r} of exchange choices; this version reads {_FORMAT}")
     found = [state, *state.get("others", ())]
-    for known in found:
-        keys = known.get("keys") if isinstance(known, dict) else None
-        if not isinstance(keys, dict) or not isinstance(known.get("signature"), dict):
-            raise ValueError("not a file of exchange choices: signature or keys are missing")
-        for name, entry in keys.items():
-            whole = isinstance(entry, dict) and entry.keys() >= _ENTRY
-            whole = whole and isinstance(entry["choice"], dict)
-            if not (whole and name.rpartition("/")[2].isdigit()):
-                raise ValueError(f"a damaged file of exchange choices: {name!r}: {entry!r}")
+    try:
+        for known in found:
+            dict(known["signature"])
+            for name, entry in known["keys"].items():
+                Key.parse(name), dict(entry["choice"]), [entry[field] for field in _ENTRY]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a damaged file of exchange choices: {error!r}") from None
     return found

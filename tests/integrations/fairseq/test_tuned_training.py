@@ -108,7 +108,7 @@ def _unlike_groups():
         texts = gather_texts(str(step.exchange))
         assert len(set(texts)) == 1, number
     assert len(tuner.take_events()) >= 2
-    (key,) = tuner._tuner.entries
+    (key,) = tuner._tuner.searches
     assert key.bucket == 3000 // 128
 
 

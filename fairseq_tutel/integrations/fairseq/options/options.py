@@ -97,7 +97,8 @@ class MoEOptions(
     )
     moe_tune_steps: int = _communication(
         5,
-        "steps of each trial for an 'auto'; the first one is not measured",
+        "steps of a trial for an 'auto' in round two; the first one is not measured. Round one "
+        "measures one step, and each later round twice as many as the one before",
         at_least(2),
         needs=_AUTOS,
     )
