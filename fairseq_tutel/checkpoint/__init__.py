@@ -1,12 +1,12 @@
 """Expert-sharded checkpoint sets: save, load, inspect, merge, reshard, grow.
 
-The layout on disk is Meta's (``layout.py``), the content fairseq's (``state.py``). The ranks of a
+The layout on disk is Meta's (``layout.py``) with an index (``index.py``), the content fairseq's
+(``state.py``). The ranks of a
 run call ``save_set`` and ``load_for_rank``. A program that makes one set from another calls
 ``read_set`` and ``write_set``.
 """
 
 from .all_ranks import AllRanks
-from .commit import final_path
 from .inspection import inspect
 from .io import load_file
 from .layout import CheckpointError, select_experts, split_key
@@ -18,7 +18,6 @@ from .store import (
     copy_set,
     find_sets,
     merge,
-    recover_directory,
     remove_set,
     reshard,
     save_set,
@@ -33,7 +32,6 @@ __all__ = [
     "check_complete",
     "check_shared_directory",
     "copy_set",
-    "final_path",
     "find_checkpoint",
     "find_sets",
     "inspect",
@@ -41,7 +39,6 @@ __all__ = [
     "load_for_rank",
     "merge",
     "read_set",
-    "recover_directory",
     "remove_set",
     "reshard",
     "safe_globals_only",

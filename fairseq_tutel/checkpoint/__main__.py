@@ -18,7 +18,7 @@ from .lora import merge_lora
 from .store import merge, reshard
 
 _INCONSISTENT = 1
-_PATH_HELP = "NAME.pt, which names a set (NAME-shared.pt, NAME-rank-N.pt) or one file"
+_PATH_HELP = "NAME.pt, which names a set (also NAME-shared.pt, NAME-rank-N.pt) or one file"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,8 +108,6 @@ def format_report(report: dict[str, Any]) -> str:
         ("size on disk", f"{_mib(report['size_on_disk'])} in {len(report['files'])} files"),
         ("consistent", "yes" if report["consistent"] else "NO"),
     ]
-    if report["unfinished_save"]:
-        rows.append(("note", "a save was interrupted after its commit; readable as it is"))
     table = [("file", "size", "experts", "parameters", "save id")]
     for file in report["files"]:
         counts = str(file["experts"]), f"{file['params']:,}"

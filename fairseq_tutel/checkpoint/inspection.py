@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from . import state
-from .commit import read_record, visible_files
-from .growth.history import history_of
+from .index import read_index, visible_files
 from .io import verify_file
 from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role, split_key
 from .reader import SetReader, load_state
@@ -29,9 +28,6 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         per change of the number of experts. ``problems``: a text per defect.
     """
     cset = CheckpointSet.from_path(path)
-    files = visible_files(cset)
-    if not files:
-        SetReader(path)  # raises with what is missing
     problems: list[str] = []
 
     def tried(action: Callable[..., Any], *args: Any) -> Any:
@@ -43,6 +39,10 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
                 problems.append(str(error))
             return None
 
+    indexed = tried(read_index, cset)
+    members, files = indexed or cset, indexed.files() if indexed else visible_files(cset)
+    if not files:
+        SetReader(path)  # raises with what is missing
     contents: dict[Role, dict[str, Any]] = {}
     rows = []
     for role in sorted(files, key=lambda role: role if isinstance(role, int) else -1):
@@ -62,7 +62,7 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         for role in sorted(role for role in files if isinstance(role, int) and role >= count):
             if metadata:
                 problems.append(
-                    f"{cset.path_of(role)}: superfluous: the set has {count} rank files"
+                    f"{members.path_of(role)}: superfluous: the set has {count} rank files"
                 )
             else:  # if experts are fewer than ranks, each rank of Meta's runs wrote a file
                 replicas += 1
@@ -77,10 +77,9 @@ def inspect(path: str, *, verify: bool = False) -> dict[str, Any]:
         "replicas": replicas,
         "num_experts": reader and reader.num_experts,
         **_describe_content(contents, reader),
-        "growth": [*map(str, reader and tried(history_of, reader.shared) or ())],
+        "growth": reader and tried(state.growth_of, reader.shared) or [],
         "size_on_disk": sum(row["size"] for row in rows),
         "files": rows,
-        "unfinished_save": read_record(cset) is not None,
         "problems": problems,
         "consistent": not problems,
     }
@@ -99,7 +98,7 @@ def _check_replica(
         alike = one is not None and other is not None and one.shape == other.shape
         alike = alike and one.dtype == other.dtype and (not values or torch.equal(one, other))
         if not alike:
-            path, other = reader.cset.path_of(number), reader.cset.name_of(original)
+            path, other = reader.members.path_of(number), reader.members.name_of(original)
             raise CheckpointError(f"{path}: a replica that differs from {other} in {name}")
 
 

@@ -1,8 +1,8 @@
 """Names: the files of a checkpoint set, and the experts in the keys of a state dict.
 
-The layout is that of Meta's fairseq branch ``moe``. ``X.pt`` names a set of ``X-shared.pt`` (dense
-parameters, including the gates) and ``X-rank-N.pt`` (the experts of rank N, numbered from 0 in each
-file). A merged file is one plain ``X.pt`` with global expert numbers.
+The layout is that of Meta's fairseq branch ``moe``: a set of ``X-shared.pt`` (dense parameters,
+including the gates) and ``X-rank-N.pt`` (the experts of rank N, numbered from 0 in each file). A
+merged file is one plain ``X.pt`` with global expert numbers. ``index.py`` gives a set its name.
 
 With E experts, P neighbouring ranks hold them all; P is min(E, W) of W ranks unless a run chooses
 fewer. Rank r holds experts [j*E/P, (j+1)*E/P) with j = r % P. The first P ranks write a file each.
@@ -55,11 +55,6 @@ class CheckpointSet:
         """Canonical name X.pt; also the path of a merged file."""
         return self.path_of(MERGED)
 
-    @property
-    def commit_path(self) -> str:
-        """Path of the redo log of an unfinished save; see ``commit.py``."""
-        return self.path + ".commit"
-
     def name_of(self, role: Role) -> str:
         """Return the file name of a member, without the directory."""
         ending = {MERGED: "", SHARED: "-shared"}.get(role, f"-rank-{role}")
@@ -76,6 +71,15 @@ class CheckpointSet:
         if file["rank"] is not None:
             return int(file["rank"])
         return SHARED if file["member"] else MERGED
+
+    def files(self) -> dict[Role, str]:
+        """Return the paths of the files that are there; {} without the directory."""
+        try:
+            names = os.listdir(self.directory or ".")
+        except FileNotFoundError:
+            return {}
+        found = {self.role_of(name): os.path.join(self.directory, name) for name in names}
+        return {role: path for role, path in found.items() if role is not None}
 
 
 def count_rank_files(num_experts: int, world_size: int, expert_parallel_size: int = 0) -> int:

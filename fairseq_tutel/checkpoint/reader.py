@@ -13,7 +13,7 @@ from typing import Any
 
 from . import layout
 from .all_ranks import AllRanks, GatherTexts
-from .commit import visible_files
+from .index import read_index, visible_files
 from .io import Checksums, identity, load_file
 from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role
 from .state import (
@@ -33,8 +33,6 @@ from .state import (
 )
 
 logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 30  # how often to read while another job keeps replacing the files
 
 
 def load_for_rank(
@@ -83,11 +81,11 @@ def load_for_rank(
         return {**state, METADATA: reader.metadata and asdict(reader.metadata)}
 
     if gather_texts is None:
-        return _read_stable(path, read)
+        return _read_whole(path, read)
     loaded: dict[str, Any] = {}
 
     def read_and_tell() -> str:
-        loaded.update(_read_stable(path, read))
+        loaded.update(_read_whole(path, read))
         return (loaded[METADATA] or {}).get("save_id", "")
 
     ranks = AllRanks(rank, world_size, gather_texts)
@@ -97,22 +95,17 @@ def load_for_rank(
     return loaded
 
 
-def _read_stable(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read; if another job replaced the files meanwhile, read the new ones."""
-
-    def fingerprint() -> dict[str, Any]:
-        files = visible_files(CheckpointSet.from_path(path)).values()
-        return {file: identity(file) for file in files}
-
-    for _ in range(_ATTEMPTS):
-        before = fingerprint()
+def _read_whole(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Read; read again if another job replaced the checkpoint and removed the old one meanwhile."""
+    named = CheckpointSet.from_path(path).path
+    while True:
+        before = identity(named)
         try:
             return read()
         except CheckpointError:
-            if fingerprint() == before:
+            if identity(named) == before:
                 raise
             logger.info("%s was replaced while it was read; reading it again", path)
-    return read()
 
 
 def read_set(path: str) -> SetReader:
@@ -127,7 +120,8 @@ class SetReader:
     missing, damaged or foreign.
 
     Attributes:
-        cset, kind: location of the files; "set" or "merged".
+        cset, kind: location of X.pt; "set" or "merged".
+        members, files: location of the files in Meta's layout, which an index names; the files.
         shared: state without experts. :meth:`shared_state` compares its checksums, this does not.
         metadata: metadata of the save; None if another program wrote it.
         num_experts: E, 0 for a dense model.
@@ -137,7 +131,8 @@ class SetReader:
     """
 
     def __init__(self, path: str, *, check_experts: bool = True) -> None:
-        self.cset, self.files, self.kind = locate(path)
+        self.cset = CheckpointSet.from_path(path)
+        self.members, self.files, self.kind = locate(path)
         self.check_experts = check_experts
         self._open: tuple[int, dict[str, Any], Checksums] | None = None
         self._forms: dict[str, Mapping[str, str]] = {}  # of experts: in MODEL, in OPTIMIZER
@@ -241,18 +236,18 @@ class SetReader:
         if own is None:  # a replica may stand in for a missing file
             for role in sorted(role for role in self.files if isinstance(role, int)):
                 self.files.setdefault(role % count, self.files[role])
-        missing = [self.cset.name_of(rank) for rank in range(count) if rank not in self.files]
+        missing = [self.members.name_of(rank) for rank in range(count) if rank not in self.files]
         if missing:
             raise CheckpointError(
                 f"{self.cset.path}: {len(missing)} of {count} rank files missing: "
-                f"{', '.join(missing)}; copy them beside {self.cset.name_of(SHARED)}"
+                f"{', '.join(missing)}; copy them beside {self.members.name_of(SHARED)}"
             )
 
     def _count(self) -> tuple[int, int]:
         """Return E and the number of files to read, for a set without our metadata (Meta's)."""
         ranks = sorted(role for role in self.files if isinstance(role, int))
         if not ranks:
-            raise CheckpointError(f"{self.cset.path_of(0)}: missing: the set has no rank file")
+            raise CheckpointError(f"{self.members.path_of(0)}: missing: the set has no rank file")
         first, present = self.files[ranks[0]], ranks[-1] + 1
         model = layout.split_dense_expert(load_state(first)[0][MODEL])[1]
         local = layout.expert_forms(model, first)[0]
@@ -288,7 +283,7 @@ class SetReader:
         save_ids = [found.save_id if found else None for found in (metadata, self.metadata)]
         if save_ids[0] != save_ids[1]:
             mine, shared = (f"save {i}" if i else f"a save without {METADATA!r}" for i in save_ids)
-            other = f"{self.cset.name_of(SHARED)} is of {shared}"
+            other = f"{self.members.name_of(SHARED)} is of {shared}"
             raise CheckpointError(f"{path}: stale or foreign: it is of {mine}, but {other}")
         place = (number, self.num_rank_files)
         if metadata is not None and (metadata.rank, metadata.num_rank_files) != place:
@@ -299,8 +294,18 @@ class SetReader:
 
 
 def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
-    """Return the set of ``path``, its files as a reader must see them, and "set" or "merged"."""
+    """Return the place and files of a set in Meta's layout, or of a merged file, and which it is.
+
+    CheckpointError if ``path`` names neither.
+    """
     cset = CheckpointSet.from_path(path)
+    if (members := read_index(cset)) is not None:
+        if SHARED not in (files := members.files()):
+            raise CheckpointError(
+                f"{cset.path}: is an index without its files: {members.name_of(SHARED)} is not "
+                f"beside it; copy and move a set with all files {cset.name_of(MERGED)}*"
+            )
+        return members, files, "set"
     files = visible_files(cset)
     members = sorted(cset.name_of(role) for role in files if role != MERGED)
     if MERGED not in files and not members:
@@ -321,11 +326,13 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
 
 
 def find_checkpoint(path: str) -> tuple[str, str] | None:
-    """Return ("set", its shared file) or ("merged", the file); None if nothing has that name.
-
-    In the middle of a commit the file has a temporary name (:func:`.commit.final_path`).
-    """
-    if not path.endswith(".pt") or not visible_files(CheckpointSet.from_path(path)):
+    """Return "set" or "merged", and a file that names it; None if nothing has that name."""
+    if not path.endswith(".pt"):
+        return None
+    cset = CheckpointSet.from_path(path)
+    if read_index(cset) is not None:  # another job may be replacing its files
+        return "set", cset.path
+    if not visible_files(cset):
         return None
     _, files, kind = locate(path)
     return kind, files[MERGED if kind == MERGED else SHARED]

@@ -180,6 +180,24 @@ def null_experts(state: Mapping[str, Any]) -> int:
     return int(options_of(state).get("moe_null_experts") or 0)
 
 
+def updates_done(state: Mapping[str, Any]) -> int:
+    """Return the number of updates of the run that saved a set; 0 if unknown."""
+    history = state.get("optimizer_history") or [{}]
+    return int(history[-1].get("num_updates") or 0)
+
+
+def growth_of(state: Mapping[str, Any]) -> list[str]:
+    """Return a line per change of the number of experts; 0 experts are a dense model."""
+    lines = []
+    for entry in state.get(GROWTH) or ():
+        try:
+            sizes = f"{entry['before'] or 'dense'} -> {entry['after'] or 'dense'}"
+            lines.append("{} ({what} after {update} updates: {how})".format(sizes, **entry))
+        except (KeyError, TypeError):
+            raise CheckpointError(f"{GROWTH!r} has an invalid entry: {entry!r}") from None
+    return lines
+
+
 def is_of_fairseq(state: Mapping[str, Any]) -> bool:
     """Return whether a state has entries that only fairseq stores."""
     return any(key in state for key in _OF_FAIRSEQ)

@@ -3,6 +3,7 @@
 Several ranks pass :class:`.all_ranks.AllRanks`, and every rank makes the same calls.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -10,11 +11,13 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from . import commit
+from . import index
 from .all_ranks import AllRanks
 from .io import save_file
 from .layout import (
@@ -27,7 +30,7 @@ from .layout import (
     expert_forms,
     experts_of_rank,
 )
-from .reader import SetReader, read_set
+from .reader import SetReader, locate, read_set
 from .state import METADATA, MODEL, SetMetadata, join_state, split_state
 
 State = Mapping[str, Any]
@@ -37,6 +40,7 @@ Experts = Callable[[range], tuple[Mapping[str, Any], Mapping[str, Any]]]
 logger = logging.getLogger(__name__)
 
 _ALONE = AllRanks()
+_MARK = ".one-folder-for-all-ranks."
 
 
 def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = _ALONE) -> None:
@@ -58,38 +62,25 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
 
     def prepare() -> str:
         shared, mine = split_state(state)
-        if rank == 0:
-            states[SHARED] = shared
-            os.makedirs(cset.directory or ".", exist_ok=True)
-            commit.recover_set(cset)
         if rank < num_rank_files:
             states[rank] = mine
+        if rank == 0:
+            states[SHARED] = shared
         local = expert_forms(mine[MODEL], f"rank {rank}")[0]
-        return json.dumps([commit.new_id(), os.path.basename(cset.path), num_rank_files, local])
-
-    saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
-    save_id = saves[0][0]
-    num_experts = _agreed_num_experts(saves)
-    metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
-    written = False  # True: this rank's files are complete, so rank 0 may commit at any time
+        begun = index.begin(cset) if rank == 0 else ""
+        return json.dumps([begun, os.path.basename(cset.path), num_rank_files, local])
 
     def write() -> None:
-        nonlocal written
         for role, content in states.items():
-            _stage(cset, role, content, metadata)
-        written = True
+            _write(cset, role, content, metadata)
 
-    def clean(ends_by_signal: bool) -> None:
-        if rank == 0:
-            commit.leave_in_order(cset, save_id, ends_by_signal)
-        elif not written:
-            commit.remove_temporaries(cset, save_id)
-
-    with commit.cleaning_up(clean):
+    with index.cleaning_up(cset) if rank == 0 else contextlib.nullcontext():
+        saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
+        save_id, num_experts = saves[0][0], _agreed_num_experts(saves)
+        metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
         ranks.run_on_all_ranks(what, write)
-        ranks.run_on_first(
-            what, lambda: commit.commit(cset, save_id, [SHARED, *range(num_rank_files)])
-        )
+        roles = [SHARED, *range(num_rank_files)]
+        ranks.run_on_first(what, lambda: index.commit(cset, save_id, roles))
 
 
 def write_set(
@@ -106,7 +97,7 @@ def write_set(
     """Write a checkpoint of any origin from one process, one file at a time.
 
     Memory stays near the size of one file if ``experts`` reads from mapped files, as a
-    :class:`SetReader` does. An error, or a signal, leaves nothing behind.
+    :class:`SetReader` does. An error leaves nothing behind.
 
     Args:
         path: X.pt; the canonical path is returned.
@@ -130,16 +121,17 @@ def write_set(
         of_ranks = {rank: experts_of_rank(rank, num_ranks, num_experts) for rank in range(count)}
         files = {SHARED: range(0), **of_ranks}
     world_size = source.world_size if source else num_ranks or 1
-    with commit.changing(target) as operation:
-        metadata = SetMetadata(operation, world_size, len(files) - 1, num_experts)
+    save_id = index.begin(target)
+    metadata = SetMetadata(save_id, world_size, len(files) - 1, num_experts)
+    with index.cleaning_up(target):
         for number, (role, numbers) in enumerate(files.items(), start=1):
             logger.info("[%d/%d] writing %s", number, len(files), target.name_of(role))
             state = join_state(shared, *experts(numbers))
             if role != MERGED:
                 state = split_state(state)[0 if role == SHARED else 1]
-            _stage(target, role, state, metadata)
+            _write(target, role, state, metadata)
             del state  # before the next one is read
-        commit.commit(target, operation, files)
+        index.commit(target, save_id, files)
     return target.path
 
 
@@ -182,77 +174,55 @@ def _rewrite(
 
 def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
     """Copy a set in place of what ``dst`` names, by hard links if the file system has them."""
-    source, target = CheckpointSet.from_path(src), CheckpointSet.from_path(dst)
+    target = CheckpointSet.from_path(dst)
 
     def copy() -> None:
-        commit.recover_set(source)
-        files = commit.visible_files(source)
-        if not files:
-            raise CheckpointError(f"{source.path}: no such checkpoint")
-        with commit.changing(target) as operation:
+        _, files, _ = locate(src)
+        save_id = index.begin(target)
+        with index.cleaning_up(target):
             for role, path in files.items():
-                _link_or_copy(path, commit.temporary_path(target, operation, role))
-            commit.commit(target, operation, files)
+                _link_or_copy(path, index.members_of(target, save_id).path_of(role))
+            index.commit(target, save_id, files)
 
     ranks.run_on_first(f"copying {src} to {dst}", copy)
 
 
 def remove_set(path: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Remove all files that ``path`` names, in one step; no files are no error."""
+    """Remove all files that ``path`` names, and that no other index names; none are no error."""
     cset = CheckpointSet.from_path(path)
-
-    def remove() -> None:
-        commit.recover_set(cset)
-        if commit.visible_files(cset):
-            with commit.changing(cset) as operation:
-                commit.commit(cset, operation, ())
-
-    ranks.run_on_first(f"removing {path}", remove)
-
-
-def recover_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
-    """Finish or undo interrupted saves before a run starts; readers see the right set anyway."""
-
-    def recover_all() -> None:
-        for cset in commit.unfinished_sets(directory):
-            commit.recover_set(cset)
-
-    ranks.run_on_first(f"recovering {directory}", recover_all)
+    ranks.run_on_first(f"removing {path}", lambda: index.remove(cset))
 
 
 def check_shared_directory(directory: str, *, ranks: AllRanks = _ALONE) -> None:
     """Check before a run that all ranks write to one folder; CheckpointError names both paths."""
-    # named like a temporary file of a set, so that recovery removes it after a kill
-    mark = CheckpointSet(os.path.abspath(directory), ".one-folder-for-all-ranks")
+    folder = Path(os.path.abspath(directory))
 
     def leave_a_mark() -> str | None:
         if ranks.rank != 0:
             return None
-        os.makedirs(mark.directory, exist_ok=True)
-        path = commit.temporary_path(mark, commit.new_id(), MERGED)
-        with open(path, "x"):
-            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix=_MARK, dir=folder)
+        os.close(handle)
+        return path
 
     def look() -> None:
-        if not os.path.exists(os.path.join(mark.directory, os.path.basename(path))):
+        if not (folder / os.path.basename(path)).exists():
             raise CheckpointError(
-                f"{mark.directory} on {socket.gethostname()} is not the save dir of rank 0, "
+                f"{folder} on {socket.gethostname()} is not the save dir of rank 0, "
                 f"{os.path.dirname(path)}; all ranks must write to one shared folder"
             )
 
-    def remove_mark(ends_by_signal: bool) -> None:
-        if ranks.rank == 0:
-            commit.remove_temporaries(mark)
-
-    with commit.cleaning_up(remove_mark):
+    try:
         path = ranks.run_on_all_ranks("writing to the save dir", leave_a_mark)[0]
         ranks.run_on_all_ranks("checking the save dir", look)
-        remove_mark(False)
+    finally:
+        for mark in folder.glob(f"{_MARK}*") if ranks.rank == 0 else ():
+            mark.unlink(missing_ok=True)
 
 
 def set_exists(path: str) -> bool:
     """Return whether ``path`` names a set or a merged file (complete or not)."""
-    return bool(commit.visible_files(CheckpointSet.from_path(path)))
+    return bool(index.visible_files(CheckpointSet.from_path(path)))
 
 
 def find_sets(directory: str, pattern: str) -> dict[str, float]:
@@ -263,25 +233,20 @@ def find_sets(directory: str, pattern: str) -> dict[str, float]:
     """
     regex = re.compile(pattern)
     names = [name for name in os.listdir(directory) if name.endswith(".pt")]
-    sets = {CheckpointSet.from_path(os.path.join(directory, name)) for name in names}
-    # a first save that was interrupted after its record has no file under its final name yet
-    sets |= {
-        cset for cset in commit.unfinished_sets(directory) if commit.read_record(cset) is not None
-    }
+    paths = {os.path.join(directory, name) for name in names if not index.is_member(name)}
     entries = []
-    for cset in sets:
-        match = regex.fullmatch(os.path.basename(cset.path))
-        if match is not None and commit.visible_files(cset):
-            entries.append((float(match[1]) if regex.groups else 0.0, cset.path))
+    for path in {CheckpointSet.from_path(path).path for path in paths}:
+        match = regex.fullmatch(os.path.basename(path))
+        if match is not None:
+            entries.append((float(match[1]) if regex.groups else 0.0, path))
     return {path: number for number, path in sorted(entries, reverse=True)}
 
 
-def _stage(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata) -> None:
-    """Write a member under its temporary name; ``commit`` renames it."""
+def _write(cset: CheckpointSet, role: Role, state: State, metadata: SetMetadata) -> None:
+    """Write a file of a save, which :func:`.index.commit` makes one of the set."""
     stored = replace(metadata, rank=role if isinstance(role, int) else None)
-    save_file(
-        {**state, METADATA: asdict(stored)}, commit.temporary_path(cset, metadata.save_id, role)
-    )
+    path = index.members_of(cset, metadata.save_id).path_of(role)
+    save_file({**state, METADATA: asdict(stored)}, path)
 
 
 def _agreed_num_experts(saves: list[list[Any]]) -> int:

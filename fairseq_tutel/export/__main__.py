@@ -12,7 +12,7 @@ from .aot import export_aot
 from .huggingface import export_huggingface
 from .tokenizer import TokenizerFiles
 
-_CHECKPOINT = "NAME.pt of a set (NAME-shared.pt, NAME-rank-N.pt), or one file; it is not changed"
+_CHECKPOINT = "NAME.pt, the index of a set, or one file; it is not changed"
 _EPILOG = """\
 examples:
   python -m fairseq_tutel.export huggingface checkpoints/checkpoint_best.pt my-model \\

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import escape, glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,8 @@ def check_user_dir(command: Command) -> None:
         if "_moe" in arch:  # no arch of fairseq's own
             raise ValueError(f"--arch {arch} is not fairseq's own: add --user-dir fairseq_tutel")
         for path in command.given.get("path", "").split(os.pathsep):
-            if path.endswith(".pt") and os.path.exists(f"{path[:-3]}-shared.pt"):
+            members = [f"{path[:-3]}-shared.pt", *glob(f"{escape(path)}.*-shared.pt")]
+            if path.endswith(".pt") and any(map(os.path.exists, members)):
                 raise ValueError(f"--path {path} has experts: add --user-dir fairseq_tutel")
         return
     fairseq = find_spec("fairseq")  # which is not imported for this

@@ -49,7 +49,8 @@ def save_directory(words: Sequence[str]) -> str:
 
 def restarted(words: Sequence[str]) -> list[str]:
     """Return the command for a restart; if it has saved a last checkpoint, it begins there."""
-    if not any(Path(save_directory(words)).glob("checkpoint_last*.pt")):
+    last = [Path(save_directory(words), f"checkpoint_last{end}.pt") for end in ("", "-shared")]
+    if not any(path.exists() for path in last):
         return list(words)
     kept, skip = [], False
     for word in words:

@@ -245,7 +245,7 @@ check_hydra_training() {
     local part
     ended_well "$hydra_job" 180 "the Hydra run"
     for part in shared rank-0 rank-1 rank-2 rank-3; do
-        [ -s "$relative_directory/checkpoint_last-$part.pt" ] || fail "it saved no part $part"
+        ls "$relative_directory"/checkpoint_last.pt.*-"$part.pt" > /dev/null || fail "it saved no part $part"
     done
     say "both nodes saved into one relative directory"
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import torch
@@ -141,11 +140,3 @@ def run_ranks(world_size: int, work) -> list:
         thread.join(timeout=60)
         assert not thread.is_alive(), "a simulated rank hangs"
     return results
-
-
-def names_in(directory) -> set[str]:
-    return set(os.listdir(directory))
-
-
-def set_names(stem: str, num_rank_files: int) -> set[str]:
-    return {f"{stem}-shared.pt"} | {f"{stem}-rank-{n}.pt" for n in range(num_rank_files)}

@@ -1,11 +1,13 @@
 """Flipped bits are found while loading, by the checksums that torch writes and does not read."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_helpers import Reference, expert_name
 from helpers.assertions import assert_same_state
+from helpers.sets import member
 
 from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
 from fairseq_tutel.checkpoint.__main__ import main
@@ -33,7 +35,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
         path = str(tmp_path / "one.pt")
     expected = load_for_rank(path, rank=0, world_size=1)
     generator, found = random.Random(7), 0
-    for file in sorted(tmp_path.glob("one.pt" if merged else "m-*.pt")):
+    for file in sorted(tmp_path.glob("one.pt" if merged else "m.pt*")):
         whole = file.read_bytes()
         for _ in range(60):
             _flip(file, generator.randrange(len(whole)), 1 << generator.randrange(8))
@@ -65,14 +67,14 @@ def test_whoever_takes_the_tensor_finds_the_damage(tmp_path, monkeypatch, capsys
     """And nobody else: what is not wanted is not read."""
     reference, path = Reference(4), str(tmp_path / "m.pt")
     reference.save(path, 2)
-    file = tmp_path / "m-rank-1.pt"
+    file = Path(member(path, "rank-1"))
     weight = _position(file, reference.model[expert_name(3, 3, "fc2.weight")])
     moment = _position(file, reference.named[expert_name(3, 3, "fc2.weight")]["exp_avg_sq"])
-    message = r"m-rank-1.pt: is damaged: wrong checksum of decoder.layers.3.*fc2.weight"
+    message = r"-rank-1.pt: is damaged: wrong checksum of decoder.layers.3.*fc2.weight"
     _flip(file, moment + 5)
     assert main(["inspect", path]) == 0
     assert main(["inspect", "--verify", path]) == 1
-    assert "m-rank-1.pt: is damaged: wrong checksum" in capsys.readouterr().out
+    assert "-rank-1.pt: is damaged: wrong checksum" in capsys.readouterr().out
     load_for_rank(path, rank=0, world_size=2)
     load_for_rank(path, rank=2, world_size=4)  # expert 2, of the same file
     weights = load_for_rank(path, rank=1, world_size=2, with_optimizer=False)

@@ -5,7 +5,8 @@ import os
 
 import pytest
 import torch
-from checkpoint_helpers import Reference, names_in, set_names
+from checkpoint_helpers import Reference
+from helpers.sets import member, names_in, set_names
 
 from fairseq_tutel.checkpoint import inspect, load_for_rank
 from fairseq_tutel.checkpoint.__main__ import main
@@ -28,7 +29,7 @@ def test_inspect_table(saved, capsys):
         "consistent        yes",
         "updates done      7",
         "goes on in epoch  3",
-        "m-rank-1.pt",
+        "-rank-1.pt",
     ):
         assert words in table
 
@@ -41,19 +42,20 @@ def test_inspect_json_is_complete(saved, capsys, tmp_path):
     assert (report["params_expert"], report["params_dense"]) == (expert, dense)
     assert report["dtypes"] == {"float32": expert + dense - 30, "float16": 30}
     assert report["world_size"] == report["num_rank_files"] == 2
-    assert report["size_on_disk"] == sum(os.path.getsize(tmp_path / n) for n in names_in(tmp_path))
+    members = [os.path.getsize(file) for file in tmp_path.glob("m.pt.*")]
+    assert len(members) == 3 and report["size_on_disk"] == sum(members)
     assert [file["experts"] for file in report["files"]] == [0, 2, 2]
     assert len({file["save_id"] for file in report["files"]}) == 1
 
 
 def test_inspect_of_a_broken_set_lists_every_problem(saved, capsys, tmp_path):
     for rank in (0, 1):
-        os.truncate(tmp_path / f"m-rank-{rank}.pt", 1000 + rank)
+        os.truncate(member(saved, f"rank-{rank}"), 1000 + rank)
     assert main(["inspect", saved]) == 1
     table = capsys.readouterr().out
     assert "consistent        NO" in table
     for rank in (0, 1):
-        assert f"m-rank-{rank}.pt: is truncated at {1000 + rank} bytes" in table
+        assert f"-rank-{rank}.pt: is truncated at {1000 + rank} bytes" in table
 
 
 def test_reshard_and_merge(saved, capsys, caplog, tmp_path):

@@ -3,10 +3,12 @@
 import os
 import shutil
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import Reference, names_in, run_ranks, set_names
+from checkpoint_helpers import Reference, run_ranks
+from helpers.sets import as_earlier, member, names_in, set_names
 
 from fairseq_tutel.checkpoint import (
     AllRanks,
@@ -27,10 +29,6 @@ def saved(tmp_path):
     return path
 
 
-def member(path: str, name: str) -> str:
-    return path.replace(".pt", f"-{name}.pt")
-
-
 def edit(path: str, change) -> None:
     state = torch.load(path, weights_only=True)
     change(state)
@@ -47,41 +45,43 @@ def check_error(path: str, *words: str) -> None:
         assert word in message
 
 
-def test_missing_members(saved):
-    os.remove(member(saved, "rank-3"))
-    check_error(saved, "1 of 4 rank files missing: m-rank-3.pt", "m-shared.pt")
-    os.remove(member(saved, "shared"))
-    check_error(saved, "m-shared.pt: missing")
-
-
-def test_rank_file_of_an_earlier_save_or_in_anothers_place(saved, tmp_path):
-    shutil.copy(member(saved, "rank-1"), tmp_path / "kept")
+@pytest.mark.parametrize("earlier", [False, True], ids=["index", "earlier"])
+def test_missing_stale_and_exchanged_members(saved, earlier):
+    """In a set with an index, and in one of an earlier version or of Meta's code."""
+    kept = Path(member(saved, "rank-1")).read_bytes()
     Reference(4, seed=1).save(saved, 4)
-    shutil.copy(tmp_path / "kept", member(saved, "rank-1"))
-    check_error(saved, "m-rank-1.pt: stale or foreign", "m-shared.pt is of save")
-    shutil.copy(member(saved, "rank-2"), member(saved, "rank-1"))
-    check_error(saved, "m-rank-1.pt: foreign file: it was saved as rank file 2 of 4, not as 1 of 4")
+    if earlier:
+        as_earlier(saved)
+    one, two, three, shared = (member(saved, f) for f in ("rank-1", "rank-2", "rank-3", "shared"))
+    Path(one).write_bytes(kept)
+    check_error(saved, f"{one}: stale or foreign", f"{Path(shared).name} is of save")
+    shutil.copy(two, one)
+    check_error(saved, f"{one}: foreign file: it was saved as rank file 2 of 4, not as 1 of 4")
+    os.remove(three)
+    check_error(saved, f"1 of 4 rank files missing: {Path(three).name}", Path(shared).name)
+    os.remove(shared)
+    check_error(saved, Path(shared).name, "missing" if earlier else "is an index without its files")
 
 
 EXPERT = "decoder.layers.1.moe_layer.experts.0.fc1.bias"
 WRONG = {
-    "m-rank-0.pt: stale or for": ("shared", lambda s: s.pop("moe_checkpoint")),
-    "m-rank-1.pt: stale or": ("rank-1", lambda s: s.pop("moe_checkpoint")),
-    "m-shared.pt: written in checkpoint format 99, .* upgrade":
+    "-rank-0.pt: stale or for": ("shared", lambda s: s.pop("moe_checkpoint")),
+    "-rank-1.pt: stale or": ("rank-1", lambda s: s.pop("moe_checkpoint")),
+    "-shared.pt: written in checkpoint format 99, .* upgrade":
     ("shared", lambda s: s["moe_checkpoint"].update(format_version=99)),
-    "m-shared.pt: incomplete 'moe_checkpoint' metadata":
+    "-shared.pt: incomplete 'moe_checkpoint' metadata":
     ("shared", lambda s: s["moe_checkpoint"].pop("num_experts")),
-    f"m-shared.pt: a shared file cannot hold '{EXPERT}'":
+    f"-shared.pt: a shared file cannot hold '{EXPERT}'":
     ("shared", lambda s: s["model"].update({EXPERT: torch.zeros(6)})),
-    "m-rank-2.pt: 'x' is not of an expert":
+    "-rank-2.pt: 'x' is not of an expert":
     ("rank-2", lambda s: s["model"].update(x=torch.zeros(2))),
-    "m-rank-2.pt differs .*: absent against": ("rank-2", lambda s: s["model"].popitem()),
-    r"m-rank-2.pt.* \[2\] float32":
+    "-rank-2.pt differs .*: absent against": ("rank-2", lambda s: s["model"].popitem()),
+    r"-rank-2.pt.* \[2\] float32":
     ("rank-2", lambda s: s["model"].update({EXPERT: torch.zeros(2)})),
-    "m-rank-2.pt: holds 0 experts, expected 1": ("rank-2", lambda s: s["model"].clear()),
-    r"m-rank-2.pt: has experts \[0, 2\] but lacks \[1\]":
+    "-rank-2.pt: holds 0 experts, expected 1": ("rank-2", lambda s: s["model"].clear()),
+    r"-rank-2.pt: has experts \[0, 2\] but lacks \[1\]":
     ("rank-2", lambda s: s["model"].update({EXPERT.replace(".0.", ".2."): torch.zeros(6)})),
-    "m-rank-3.pt: lacks the optimizer state": ("rank-3", lambda s: s.pop("last_optimizer_state")),
+    "-rank-3.pt: lacks the optimizer state": ("rank-3", lambda s: s.pop("last_optimizer_state")),
 }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_entries_of_other_kinds(tmp_path):
                     outcomes.append(True)
                 except CheckpointError as error:
                     outcomes.append(False)
-                    assert f"m-{name}.pt" in str(error), (where, garbage, error)
+                    assert f"-{name}.pt" in str(error), (where, garbage, error)
                 assert report["consistent"] == outcomes[-1], (name, where, garbage)
                 torch.save(original[name], member(saved, name))
     assert set(outcomes) == {True, False} and len(outcomes) > 60
@@ -163,9 +163,10 @@ def _put(state, where, value):
 
 
 def test_superfluous_rank_files_do_not_disturb_and_ambiguous_names_do(saved):
-    shutil.copy(member(saved, "rank-3"), member(saved, "rank-4"))
+    shutil.copy(last := member(saved, "rank-3"), last.replace("rank-3", "rank-4"))
     Reference(4).check_loadable(saved)
-    assert "m-rank-4.pt: superfluous" in inspect(saved)["problems"][0]
+    assert "-rank-4.pt: superfluous" in inspect(saved)["problems"][0]
+    as_earlier(saved)
     torch.save(Reference(4, seed=5).state(list(range(4))), saved)
     check_error(saved, "ambiguous", "m-shared.pt")
     Reference(4).check_loadable(member(saved, "shared"))
@@ -233,7 +234,7 @@ def test_ranks_without_a_shared_file_system(tmp_path):
         return Reference(4).save_rank(str(tmp_path / str(rank) / "m.pt"), rank, 2, gather_texts)
 
     for error in run_ranks(2, save):
-        assert "m-rank-1.pt" in str(error) and "one shared file system" in str(error)
+        assert "-rank-1.pt" in str(error) and "one shared file system" in str(error)
     assert names_in(tmp_path / "0") == set()
 
 

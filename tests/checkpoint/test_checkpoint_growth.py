@@ -5,18 +5,15 @@ import re
 
 import pytest
 import torch
-from checkpoint_helpers import LAYERS, Reference, expert_name, names_in, set_names
+from checkpoint_helpers import LAYERS, Reference, expert_name
 from helpers.assertions import assert_same_state
-from sabotage import Killed, attempt, interrupt_everywhere
+from helpers.sets import names_in, set_names
 
 from fairseq_tutel.checkpoint import (
-    AllRanks,
     CheckpointError,
     inspect,
     load_file,
     read_set,
-    recover_directory,
-    remove_set,
     reshard,
 )
 from fairseq_tutel.checkpoint.__main__ import main
@@ -172,39 +169,3 @@ def test_a_target_that_exists_is_refused_before_experts_are_read(saved, tmp_path
         file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="there.pt: exists; use --force to replace it"):
         change(saved, str(tmp_path / "there.pt"))
-
-
-@pytest.mark.parametrize("interruption", [OSError, Killed])
-def test_a_set_that_grows_in_place_is_the_old_one_or_the_new_one(
-    tmp_path, monkeypatch, interruption
-):
-    """At any file operation: an error, as of a full disk, or a kill."""
-    path, other = str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "other" / "m.pt")
-    reference = Reference(2, layers=(1,))
-    reference.save(other, 1)
-    old = read_set(other)
-
-    def prepare():
-        remove_set(path)
-        reference.save(path, 1)
-
-    def change(saboteur):
-        def work():  # as a run does it, whose ranks hear of an error
-            AllRanks().run_on_first("growing", lambda: grow(path, path, 4, ranks=2, in_place=True))
-
-        return attempt(saboteur, work)
-
-    def check(saboteur):
-        recovered = set_names("checkpoint_last", 2 if saboteur.committed else 1)
-        for recover in (lambda: None, lambda: recover_directory(str(tmp_path))):
-            recover()
-            found = read_set(path)
-            copied = 2 if saboteur.committed else 1
-            assert found.num_experts == 2 * copied and inspect(path)["consistent"]
-            for number in range(found.num_experts):
-                original = number // copied
-                want = old.experts(range(original, original + 1))
-                assert_same_state(found.experts(range(number, number + 1)), want)
-        assert names_in(tmp_path) == recovered | {"other"}
-
-    interrupt_everywhere(monkeypatch, interruption, prepare, change, check)

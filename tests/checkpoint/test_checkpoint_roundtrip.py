@@ -1,11 +1,13 @@
 """Saved at any number of ranks, loaded, resharded and merged at any other: the same bits."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import Reference, expert_name, names_in, run_ranks, set_names
+from checkpoint_helpers import Reference, expert_name, run_ranks
 from helpers.assertions import assert_same_state
+from helpers.sets import member, names_in, set_names
 
 from fairseq_tutel.checkpoint import (
     AllRanks,
@@ -41,18 +43,24 @@ def test_save_then_load_at_any_world_size(tmp_path, num_experts, world_size):
     files = min(num_experts, world_size)
     assert names_in(tmp_path / "new") == set_names(BEST, files)
     reference.check_loadable(path, WORLD_SIZES)
-    # any member names the set
-    reference.check_loadable(path.replace(".pt", "-shared.pt"))
-    reference.check_loadable(path.replace(".pt", f"-rank-{files - 1}.pt"))
+    # any member names the set, also by the name that it had in earlier versions
+    for name in ("shared", f"rank-{files - 1}"):
+        reference.check_loadable(member(path, name))
+        reference.check_loadable(path.replace(".pt", f"-{name}.pt"))
 
 
 def test_files_have_metas_layout(tmp_path):
     """Dense parameters once, experts numbered from 0 in each rank file; read without our code."""
     reference = Reference(4)
-    reference.save(str(tmp_path / "m.pt"), 2)
-    shared = torch.load(tmp_path / "m-shared.pt", weights_only=True)
+    path = str(tmp_path / "m.pt")
+    reference.save(path, 2)
+    index = torch.load(path, weights_only=True)  # as a tool does that knows of no sets
+    files = [member(path, name) for name in ("shared", "rank-0", "rank-1")]
+    assert index["moe_members"] == [os.path.basename(file) for file in files]
+    assert "index of a checkpoint in several files" in index["about"]
+    shared = torch.load(files[0], weights_only=True)
     assert_same_state(shared["model"], reference.state([], with_optimizer=False)["model"])
-    rank_1 = torch.load(tmp_path / "m-rank-1.pt", weights_only=True)
+    rank_1 = torch.load(files[2], weights_only=True)
     assert len(rank_1["model"]) == 2 * 4 * 2
     for j in (0, 1):
         stored = rank_1["model"][expert_name(3, j, "fc1.weight")]
@@ -76,11 +84,11 @@ def test_reshard_and_merge_and_back_is_the_identity(tmp_path, num_experts):
     assert set_names("up", min(4, num_experts)) <= names_in(tmp_path)
     for path in (up, one, merged, str(tmp_path / "back.pt")):
         reference.check_loadable(path, WORLD_SIZES)
-    for member in ("shared", "rank-0", "rank-1"):
-        before = load_file(str(tmp_path / f"first-{member}.pt"))
-        after = load_file(str(tmp_path / f"back-{member}.pt"))
+    for name in ("shared", "rank-0", "rank-1"):
+        before = load_file(member(first, name))
+        after = load_file(member(str(tmp_path / "back.pt"), name))
         assert before["moe_checkpoint"].pop("save_id") != after["moe_checkpoint"].pop("save_id")
-        assert_same_state(after, before, member)
+        assert_same_state(after, before, name)
     # the source was only read
     reference.check_loadable(first, WORLD_SIZES)
 
@@ -111,12 +119,12 @@ def test_dense_checkpoint_without_experts_loads_everywhere(tmp_path):
 def test_load_together_reads_what_each_rank_needs_only(tmp_path):
     reference, path = Reference(4), str(tmp_path / "m.pt")
     reference.save(path, 4)
-    (tmp_path / "m-rank-3.pt").write_bytes(b"broken, but only rank 1 of 2 needs it")
+    Path(member(path, "rank-3")).write_bytes(b"broken, but only rank 1 of 2 needs it")
     alone = load_for_rank(path, rank=0, world_size=2)
     assert_same_state(alone["model"], reference.rank_state(0, 2)["model"])
     for error in load_on_two_ranks(path, path):  # rank 0 fails too, instead of waiting later
         assert isinstance(error, CheckpointError) and "rank 1: " in str(error)
-        assert "m-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)
+        assert "-rank-3.pt" in str(error) and "1 of 2 ranks" in str(error)
 
 
 def test_ranks_that_read_different_saves_are_an_error(tmp_path):
@@ -135,15 +143,16 @@ def test_copy_is_independent_of_the_original(tmp_path):
     new.save(best, 4)  # what was there before, with more ranks
     old.save(last, 2)
     run_ranks(2, lambda rank, gather: copy_set(last, best, ranks=AllRanks(rank, 2, gather)))
-    copy_set(last, best)  # again: both names are now links to one file, which rename() ignores
+    copy_set(last, best)
     expected = set_names("checkpoint_1_10", 2) | set_names("checkpoint_1_100", 2)
     assert names_in(tmp_path) == expected
-    assert os.path.samefile(tmp_path / "checkpoint_1_10-rank-1.pt", best[:-3] + "-rank-1.pt")
+    assert os.path.samefile(member(last, "rank-1"), member(best, "rank-1"))
     new.save(last, 2)
     old.check_loadable(best, (1, 2))
     new.check_loadable(last, (1, 2))
     merge(last, str(tmp_path / "m.pt"), with_optimizer=True)
-    copy_set(str(tmp_path / "m.pt"), best)
+    for _ in range(2):  # again: both names are now links to one file, which rename() ignores
+        copy_set(str(tmp_path / "m.pt"), best)
     new.check_loadable(best)
     merged = {"m.pt", "checkpoint_1_100.pt"}
     assert names_in(tmp_path) == expected - set_names("checkpoint_1_100", 2) | merged

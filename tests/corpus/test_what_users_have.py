@@ -78,6 +78,10 @@ REMOVED: dict[str, str] = {
     "options table/--moe-growth-updates": "--moe-growth-updates",
     "config */model/moe_growth_updates": "--moe-growth-updates",
     "page fairseq_tutel/checkpoint/GROWTH.md#1": "held_back",
+    # the redo log of a save
+    "names fairseq_tutel.checkpoint/final_path": "final_path",
+    "names fairseq_tutel.checkpoint/recover_directory": "recover_directory",
+    "set */report/unfinished_save": "unfinished_save",
 }
 # runs and configs that are also tried without --long; every set is read, and its content compared
 QUICK = {

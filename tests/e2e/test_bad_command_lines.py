@@ -47,7 +47,7 @@ OURS = [
      "moe_eval_capacty_factor: there is no such option; did you mean moe_eval_cap"),
     (f"{SCORE} --model-overrides [1]", "--model-overrides [1]", "{{'moe_top_k': 1}}"),
     # sets
-    (f"{TRAIN} --restore-file /no/x.pt", "--restore-file /no/x.pt", "/no/x-shared.pt"),
+    (f"{TRAIN} --restore-file /no/x.pt", "--restore-file /no/x.pt", "/no/x.pt does not"),
     (f"fairseq-eval-lm {DATA} {EVAL}", "--path is missing"),
     (f"fairseq-eval-lm {DATA} {EVAL} --path {SET.replace('last', 'lost')}",
      "checkpoint_lost.pt; tests/golden/top2_world1/final holds checkpoint_last.pt"),

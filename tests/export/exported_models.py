@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from helpers.sets import member
 from helpers.training import VOCABULARY, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 
@@ -93,7 +94,7 @@ def _saved(folder: Path, trainer, scale: float, task: dict) -> Saved:
 
 def _name_data(folder: Path, task: dict) -> None:
     """As if it had been trained on a data-bin there; the task was a dummy."""
-    file = folder / "checkpoint_last-shared.pt"
+    file = member(folder / "checkpoint_last.pt", "shared")
     state = torch.load(file, weights_only=False)
     state["cfg"]["task"] = {"data": str(folder), **task}
     torch.save(state, file)

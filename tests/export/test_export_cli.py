@@ -12,6 +12,7 @@ import torch
 from exported_models import make, make_translation, write_dictionary
 from helpers.dispatched import spied
 from helpers.golden import GOLDEN
+from helpers.sets import member
 from safetensors.torch import load_file, save_file
 
 from fairseq_tutel.checkpoint import reader, reshard
@@ -103,7 +104,7 @@ def test_files_of_weights_have_a_largest_size(translation, tmp_path, monkeypatch
 def test_damage_is_found_and_nothing_is_left(saved, tmp_path, capsys):
     for file in saved.path.parent.glob("*.pt"):
         shutil.copy(file, tmp_path)
-    file = tmp_path / "checkpoint_last-rank-0.pt"
+    file = tmp_path / member(tmp_path / "checkpoint_last.pt", "rank-0")
     content = bytearray(file.read_bytes())
     weights = saved.model.moe_layers[1].experts.fc2_weight[3].detach().numpy().tobytes()
     content[content.index(weights)] ^= 1
@@ -142,12 +143,13 @@ def with_options(saved, folder, options):
             if not options:
                 state["model"]["transformer_lm_gpt_moe.w9"] = torch.zeros(1)
         if options.get("_name"):
+            if not file.name.endswith("-shared.pt"):
+                continue
+            file = saved.path  # noqa: PLW2901
             state["model"] = {k: v for k, v in state["model"].items() if ".experts." not in k}
             state["cfg"]["model"]["moe_freq"] = 0
             state.pop("moe_checkpoint")
-            if "-rank-" in file.name:
-                continue
-        torch.save(state, folder / file.name.replace("-shared" if options.get("_name") else "", ""))
+        torch.save(state, folder / file.name)
     return folder / saved.path.name
 
 

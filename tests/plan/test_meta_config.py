@@ -52,4 +52,4 @@ def test_hydra_train_runs_it_small(programs, tmp_path):
     losses = [float(update["loss"]) for update in updates]
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0], losses
     assert log.count("Saved checkpoint") == 1  # not at the end of each of its two epochs
-    assert list(tmp_path.glob("checkpoints/meta_1.1t/checkpoint_last-shared.pt"))
+    assert list(tmp_path.glob("checkpoints/meta_1.1t/checkpoint_last.pt"))

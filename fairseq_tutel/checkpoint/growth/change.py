@@ -2,16 +2,14 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from ..layout import CheckpointError, check_same, count_rank_files, form
 from ..reader import SetReader, read_set
-from ..state import GROWTH, with_options
+from ..state import GROWTH, updates_done, with_options
 from ..store import Experts, refuse_target, write_set
-from .history import Growth, history_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ def write_change(
     source: SetReader,
     shared: Mapping[str, Any],
     experts: Experts,
-    entry: Growth,
+    change: tuple[str, str, int],
     *,
     ranks: int | None,
     options: Mapping[str, Any] | None = None,
@@ -60,25 +58,28 @@ def write_change(
 ) -> str:
     """Write a set that was made of another; return its canonical path.
 
-    ``entry`` is added to the history. ``options`` replace options of the model; they and
-    ``more_flags`` are logged as the flags to continue training with. ``ranks`` is by default the
-    number of the source's rank files. Others are arguments of :func:`..store.write_set`.
+    ``change`` (its name, how it was made, experts then) is added to the history that ``inspect``
+    shows. ``options`` replace options of the model; they and ``more_flags`` are logged as the flags
+    to continue training with. ``ranks`` is by default the number of the source's rank files. Others
+    are arguments of :func:`..store.write_set`.
     """
-    if ranks is None and entry.after and source.kind == "set":
+    what, how, after = change
+    if ranks is None and after and source.kind == "set":
         ranks = source.num_rank_files
     state = with_options(shared, options or {})
     if isinstance(extra := state.get("extra_state"), Mapping):
         kept = {name: each for name, each in extra.items() if name not in _FOR_NUM_EXPERTS}
         state["extra_state"] = kept
-    state[GROWTH] = [asdict(each) for each in (*history_of(state), entry)]
+    entry = {"what": what, "how": how, "before": source.num_experts, "after": after}
+    state[GROWTH] = [*(state.get(GROWTH) or ()), {**entry, "update": updates_done(state)}]
     if ranks is not None:
         try:
-            count_rank_files(entry.after, ranks)
+            count_rank_files(after, ranks)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; --ranks chooses another number") from None
     written = write_set(
         dst, state, experts,
-        num_experts=entry.after, num_ranks=ranks, source=source, force=force, in_place=in_place,
+        num_experts=after, num_ranks=ranks, source=source, force=force, in_place=in_place,
     )  # fmt: skip
     if flags := {**(more_flags or {}), **(options or {})}:
         words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]

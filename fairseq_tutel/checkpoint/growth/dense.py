@@ -12,7 +12,6 @@ from ..layout import CheckpointError, split_key
 from ..reader import SetReader
 from ..state import MODEL, options_of, with_options
 from .change import check_ffn, open_sparse, write_change
-from .history import Growth, updates_done
 from .selection import Load, even_load, layer_of, most_loaded, read_load
 from .upcycle import CRITERIONS, with_criterions
 
@@ -52,8 +51,8 @@ def to_dense(
     model = {name: each for name, each in shared[MODEL].items() if not name.startswith(layers)}
     model |= {_dense_name(name): value for name, value in ffns.items()}
     state = _as_stock({**shared, MODEL: model}, src)
-    entry = Growth("shrink", DENSE[how], source.num_experts, 0, updates_done(shared))
-    return write_change(dst, source, state, lambda _: ({}, {}), entry, ranks=None, force=force)
+    change = ("shrink", DENSE[how], 0)
+    return write_change(dst, source, state, lambda _: ({}, {}), change, ranks=None, force=force)
 
 
 def _weights(source: SetReader, how: str, file: str | None) -> Load:

@@ -8,7 +8,6 @@ import torch
 from ..layout import CheckpointError
 from ..state import MODEL, NAMED_STATE, OPTIMIZER, options_of
 from .change import open_sparse, write_change
-from .history import Growth, updates_done
 from .selection import Choice, Selection, copies, even_load, most_loaded, read_load, repeated
 
 _LOAD_BIAS, _MASTER = "load_bias", "fp32_weight"
@@ -53,9 +52,8 @@ def grow(
     shared = chosen.shared_state()
     _add_noise(chosen, shared, new, noise, seed)
     how = "copies of the most loaded" if by == "load" else "copies of each in turn"
-    entry = Growth("grow", how, source.num_experts, num_experts, updates_done(shared))
     return write_change(
-        dst, source, shared, chosen.experts, entry,
+        dst, source, shared, chosen.experts, ("grow", how, num_experts),
         ranks=ranks, options={"moe_expert_count": num_experts}, force=force, in_place=in_place,
     )  # fmt: skip
 
@@ -80,10 +78,9 @@ def shrink(
     loads = read_load(source, load)
     choice = {layer: most_loaded(each, num_experts) for layer, each in loads.items()}
     chosen = Selection(source, choice)
-    shared, how = chosen.shared_state(), "the least loaded dropped"
-    entry = Growth("shrink", how, source.num_experts, num_experts, updates_done(shared))
+    change = ("shrink", "the least loaded dropped", num_experts)
     return write_change(
-        dst, source, shared, chosen.experts, entry,
+        dst, source, chosen.shared_state(), chosen.experts, change,
         ranks=ranks, options={"moe_expert_count": num_experts}, force=force,
     )  # fmt: skip
 

@@ -21,10 +21,9 @@ from ...config.options import FRACTION, at_least, documented, option
 from ...distributed import experts_of_ffn
 from ..layout import CheckpointError
 from ..reader import SetReader, read_set
-from ..state import MODEL, options_of
+from ..state import MODEL, options_of, updates_done
 from ..store import refuse_target
 from .change import check_ffn, write_change
-from .history import Growth, updates_done
 from .mix import average, check_alike
 
 logger = logging.getLogger(__name__)
@@ -154,14 +153,14 @@ def upcycle(
         history[-1]["num_updates"] = 0
     kind = "a dense model" if len(paths) == 1 else f"{len(paths)} dense models"
     updates = ", ".join(str(updates_done(each)) for each in states)
-    entry = Growth("upcycle", f"{how}, of {kind} after {updates} updates", 0, how.num_experts, 0)
+    change = ("upcycle", f"{how}, of {kind} after {updates} updates", how.num_experts)
     arch = "transformer_lm_gpt_moe" if _is_lm(model) else "transformer_moe"
 
     def experts(wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
         return _experts(ffns, how, wanted), {}
 
     return write_change(
-        dst, sources[0], state, experts, entry,
+        dst, sources[0], state, experts, change,
         ranks=ranks or 1, options=_options(width, how), force=force,
         more_flags={"arch": arch, "moe_capacity_factor": 0},  # 0 drops nothing
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Checkpoints of a run on several ranks, for any number of ranks.
 
-A checkpoint ``X.pt`` is a set of files in the layout of fairseq's ``moe`` branch: ``X-shared.pt``
-and ``X-rank-N.pt``, replaced as one. A model without experts is one file, ``X.pt``. All ranks use
-one shared file system.
+A checkpoint ``X.pt`` is the index of a set of files, replaced as one; for a model without experts
+it is the one file. All ranks use one shared file system.
 """
 
 import os
@@ -43,8 +42,8 @@ def save_checkpoint(
     >>> optimizer = torch.optim.AdamW(layer.parameters())
     >>> folder = tempfile.mkdtemp()
     >>> path = save_checkpoint(f"{folder}/last.pt", layer, optimizer, {"step": 20})
-    >>> sorted(os.listdir(folder))
-    ['last-rank-0.pt', 'last-shared.pt']
+    >>> [name[:8] + name[-10:] for name in sorted(os.listdir(folder))]  # each save has a number
+    ['last.ptlast.pt', 'last.pt.rank-0.pt', 'last.pt.shared.pt']
     >>> load_checkpoint(path, layer, optimizer)
     {'step': 20}
 

@@ -11,6 +11,7 @@ from fairseq import checkpoint_utils
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import gelu
 from helpers.assertions import assert_same_state
+from helpers.sets import member
 from helpers.training import make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 from omegaconf import open_dict
@@ -173,7 +174,7 @@ def test_a_set_of_a_version_that_held_new_experts_back_loads(tmp_path):
     for layer in trainer.get_model().moe_layers.values():
         layer.gate.load_bias[1::2] -= 299
     save(trainer, path)
-    file = path.replace(".pt", "-shared.pt")
+    file = member(path, "shared")
     (evaluated,), _ = checkpoint_utils.load_model_ensemble([file], task=trainer.task)
     torch.testing.assert_close(_logits(evaluated, sample), _logits(trainer, sample), **EXACT)
     resumed = _loaded(path, *flags)

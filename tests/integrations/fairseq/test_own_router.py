@@ -11,6 +11,7 @@ import torch
 from fairseq import options, utils
 from helpers.commands import run
 from helpers.distributed import run_ranks
+from helpers.sets import member
 from helpers.training import make_batch, make_config, make_trainer, save
 
 from fairseq_tutel.command_line import CONFIGS
@@ -96,7 +97,7 @@ def _in_fairseq(folder):
 
     path = f"{folder}/x.pt"
     save(trainer, path)
-    shared = torch.load(f"{folder}/x-shared.pt", weights_only=False)
+    shared = torch.load(member(path, "shared"), weights_only=False)
     assert torch.equal(shared["model"][KEY], bias)
     resumed = make_trainer(cfg)
     resumed.load_checkpoint(path)

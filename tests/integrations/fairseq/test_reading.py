@@ -14,6 +14,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.logging.meters import AverageMeter
 from helpers.inputs import RunsCode
+from helpers.sets import as_earlier, member
 from omegaconf import OmegaConf
 
 import fairseq_tutel  # noqa: F401  (puts the hooks into place)
@@ -159,9 +160,9 @@ def test_a_class_of_the_user_is_read_where_it_was_allowed(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["code", "garbage", "half"])
-@pytest.mark.parametrize("member", ["shared", "rank-1"])
-def test_a_bad_member_of_a_set_is_one_line(member, content, saved, tmp_path):
-    file = saved.replace(".pt", f"-{member}.pt")
+@pytest.mark.parametrize("part", ["shared", "rank-1"])
+def test_a_bad_member_of_a_set_is_one_line(part, content, saved, tmp_path):
+    file = member(saved, part)
     if content == "code":
         torch.save(_state(x=RunsCode(tmp_path / "ran")), file)
     elif content == "garbage":
@@ -187,6 +188,7 @@ def test_programs_agree_about_what_a_name_means(saved, tmp_path):
         return text
 
     merge(saved, str(tmp_path / "merged.pt"))
+    as_earlier(saved)
     shutil.copy(tmp_path / "merged.pt", saved)
     assert "ambiguous" in verdict()
     assert _read(shared)["model"].keys() == _load(shared)["model"].keys()

@@ -14,6 +14,7 @@ import torch
 from helpers.commands import ROOT, SMALL_LM, environment, logged
 from helpers.distributed import run_ranks
 from helpers.programs import requeued_in
+from helpers.sets import member, names_in
 from helpers.training import make_batch, make_config, make_trainer
 
 from fairseq_tutel.command_line import EXIT_GROWN, EXIT_REQUEUE
@@ -40,10 +41,10 @@ def _train(programs, folder, signal_in=0):
 
 def _outcome(folder, logs):
     """What must not depend on interruptions."""
-    last = torch.load(folder / "checkpoint_last-shared.pt", weights_only=False)
+    last = torch.load(member(folder / "checkpoint_last.pt", "shared"), weights_only=False)
     validated = [row for text in logs for row in logged(text, "valid")]
     return {
-        "files": sorted(p.name for p in folder.glob("*.pt")),
+        "files": sorted(name for name in names_in(folder) if name.endswith(".pt")),
         "updates": last["optimizer_history"][-1]["num_updates"],
         "validated": [(row["num_updates"], row["loss"]) for row in validated],
         "loads": (folder / "expert_load.jsonl").read_text(),
@@ -58,7 +59,7 @@ def uninterrupted(tmp_path_factory, programs):
     code, log = _train(programs, folder)
     assert code == 0
     outcome, weights = _outcome(folder, [log])
-    assert f"checkpoint_2_{UPDATES_PER_EPOCH + 4}-shared.pt" in outcome["files"]
+    assert f"checkpoint_2_{UPDATES_PER_EPOCH + 4}.pt" in outcome["files"]
     return outcome, weights
 
 
@@ -74,7 +75,7 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
     assert code == (0 if update == MAX_UPDATE else EXIT_REQUEUE), log
     if code:
         assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", log)
-        saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
+        saved = torch.load(member(tmp_path / "checkpoint_last.pt", "shared"), weights_only=False)
         assert saved["optimizer_history"][-1]["num_updates"] == update
         code, log = _train(programs, tmp_path)
         assert code == 0
@@ -102,7 +103,7 @@ def test_the_signal_is_heard_where_the_program_is_run_as_a_module(tmp_path):
             assert process.wait(60) == EXIT_REQUEUE, "".join(lines[-30:])
         finally:
             process.kill()
-    assert (tmp_path / "checkpoint_last-shared.pt").exists()
+    assert (tmp_path / "checkpoint_last.pt").exists()
 
 
 _HELD = """
@@ -117,7 +118,7 @@ def test_a_signal_that_the_launcher_has_held_back(programs, tmp_path):
     done = programs.run(command, prelude=_HELD)
     assert done.status == EXIT_REQUEUE, done
     assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", done.stdout)
-    saved = torch.load(tmp_path / "checkpoint_last-shared.pt", weights_only=False)
+    saved = torch.load(member(tmp_path / "checkpoint_last.pt", "shared"), weights_only=False)
     assert saved["optimizer_history"][-1]["num_updates"] == 1
 
 

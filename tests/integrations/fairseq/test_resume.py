@@ -226,7 +226,7 @@ def _load_from_own_disk(cfg, folder):
     trainer = make_trainer(cfg)
     save(trainer, f"{folder}/checkpoint_last.pt")
     with pytest.raises(ValueError, match=r"ranks \[1\] of 2 do not see .* shared file system"):
-        trainer.load_checkpoint(f"{folder}{'/elsewhere' * rank}/checkpoint_last-shared.pt")
+        trainer.load_checkpoint(f"{folder}{'/elsewhere' * rank}/checkpoint_last.pt")
 
 
 def test_a_checkpoint_that_some_ranks_do_not_see_is_an_error(tmp_path):

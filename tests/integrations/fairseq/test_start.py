@@ -7,14 +7,11 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, utils
 from helpers.commands import ROOT
+from helpers.sets import as_earlier
 from helpers.training import make_config, make_trainer, named, own_batches, save
 
-from fairseq_tutel.checkpoint import merge, remove_set
+from fairseq_tutel.checkpoint import merge
 from fairseq_tutel.integrations.fairseq.programs import evaluation
-
-
-class Killed(BaseException):
-    """Ends a save where it stands."""
 
 
 def _trained(folder, updates=2):
@@ -25,20 +22,13 @@ def _trained(folder, updates=2):
     return trainer
 
 
-def _interrupted_save(trainer, path, monkeypatch):
-    """A first save that is committed, and none of its files has its name yet."""
-    replace = os.replace
-
-    def stop_after_commit(source, target):
-        replace(source, target)
-        if str(target).endswith(".commit"):
-            raise Killed
-
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "replace", stop_after_commit)
-        with pytest.raises(Killed):
-            save(trainer, path, 0)
-    assert not list(path.parent.glob("*.pt"))
+def _save(trainer, path, state):
+    """Save a set, or one that an earlier version would have saved, or a merged file."""
+    save(trainer, path if state != "merged" else path.with_stem("set"), 0)
+    if state == "merged":
+        merge(str(path.with_stem("set")), str(path))
+    if state == "earlier":
+        as_earlier(str(path))
 
 
 def _start(folder, *options):
@@ -57,14 +47,10 @@ class _Iterator:
         self.state = state
 
 
-@pytest.mark.parametrize("state", ["complete", "interrupted"])
-def test_finetuning_starts_from_a_set_by_its_name(state, tmp_path, monkeypatch):
+@pytest.mark.parametrize("state", ["complete", "earlier"])
+def test_finetuning_starts_from_a_set_by_its_name(state, tmp_path):
     run, path = _trained(tmp_path), tmp_path / "pretrained" / "model.pt"
-    path.parent.mkdir()
-    if state == "interrupted":
-        _interrupted_save(run, path, monkeypatch)
-    else:
-        save(run, path, 0)
+    _save(run, path, state)
     weights = named(run)
     trainer = _start(tmp_path / "run", "--finetune-from-model", str(path))
     assert trainer.get_num_updates() == 0
@@ -78,23 +64,15 @@ def test_finetuning_starts_from_a_set_by_its_name(state, tmp_path, monkeypatch):
     "option, state",
     [
         ("--continue-once", "complete"),
-        ("--finetune-from-model", "interrupted"),
+        ("--finetune-from-model", "earlier"),
         ("--finetune-from-model", "merged"),
     ],
 )
-def test_a_run_that_has_saved_goes_on(option, state, tmp_path, monkeypatch):
+def test_a_run_that_has_saved_goes_on(option, state, tmp_path):
     """Whatever its last set looks like; these options are for its first launch."""
     run = _trained(tmp_path / "run", 3)
     last = tmp_path / "run" / "checkpoint_last.pt"
-    if state == "interrupted":
-        last.parent.mkdir()
-        _interrupted_save(run, last, monkeypatch)
-    else:
-        save(run, last, 0)
-    if state == "merged":
-        merge(str(last), str(tmp_path / "merged.pt"))
-        remove_set(str(last))
-        os.rename(tmp_path / "merged.pt", last)
+    _save(run, last, state)
     trainer = _start(tmp_path / "run", option, str(tmp_path / "pretrained" / "model.pt"))
     assert trainer.get_num_updates() == (0 if state == "merged" else 3)  # merged: weights only
     weights = named(run)
@@ -105,7 +83,8 @@ def test_readers_change_nothing(tmp_path, monkeypatch):
     """Evaluation may look at a set that another job is saving."""
     path = tmp_path / "checkpoint_last.pt"
     trainer = _trained(tmp_path)
-    _interrupted_save(trainer, path, monkeypatch)
+    save(trainer, path, 0)
+    (tmp_path / "checkpoint_last.pt.0123456789abcdef-rank-0.pt").touch()  # of a save under way
     before = sorted(os.listdir(tmp_path))
     monkeypatch.setattr(os, "replace", lambda *args: pytest.fail("a reader renames"))
     monkeypatch.setattr(os, "unlink", lambda *args: pytest.fail("a reader removes"))
@@ -125,9 +104,10 @@ def test_the_user_dir_may_be_imported_already(monkeypatch):
         utils.import_user_module(type("Options", (), {"user_dir": written}))
 
 
-def test_a_run_that_saves_nothing_leaves_the_folder_alone(tmp_path, monkeypatch):
+def test_a_run_that_saves_nothing_leaves_the_folder_alone(tmp_path):
     """It may be that of a run that is saving."""
-    _interrupted_save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt", monkeypatch)
+    save(_trained(tmp_path, 2), tmp_path / "checkpoint_last.pt", 0)
+    (tmp_path / "checkpoint_last.pt.0123456789abcdef-rank-0.pt").touch()
     before = sorted(os.listdir(tmp_path))
     assert _start(tmp_path, "--no-save").get_num_updates() == 2
     assert sorted(os.listdir(tmp_path)) == before

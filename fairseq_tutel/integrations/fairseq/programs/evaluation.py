@@ -17,7 +17,7 @@ from fairseq.dataclass.utils import omegaconf_no_object_check, overwrite_args_by
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from ....checkpoint import check_complete, final_path, find_checkpoint, load_file, load_for_rank
+from ....checkpoint import check_complete, find_checkpoint, load_file, load_for_rank, read_set
 from ....checkpoint.state import options_of
 from ....distributed import any_rank, process_world, sum_over_ranks
 from ..criterions import CRITERIONS
@@ -36,7 +36,6 @@ _LISTED = 10  # most checkpoints that an error lists
 
 def is_moe_checkpoint(path: str) -> bool:
     """Return whether ``path`` names a sharded set or a file with expert parameters."""
-    path = final_path(path)
     kind, file = find_checkpoint(path) or ("merged", path)
     if kind == "set":
         return True
@@ -53,7 +52,8 @@ def checkpoints_beside(path: str) -> str:
         return ""
     if not folder.is_dir():
         return f"; there is no folder {folder}"
-    names = sorted({re.sub(r"-(shared|rank-\d+)\.pt$", ".pt", p.name) for p in folder.glob("*.pt")})
+    member = re.compile(r"(\.pt\.\w+)?-(shared|rank-\d+)\.pt$")
+    names = sorted({member.sub(".pt", p.name) for p in folder.glob("*.pt")})
     if not names:
         return f"; {folder} holds no checkpoint"
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
@@ -79,7 +79,7 @@ def load_state(path: str, arg_overrides: dict | None = None) -> dict[str, Any]:
     }
     rank, world_size = process_world()
     state = load_for_rank(
-        final_path(path),
+        path,
         rank=rank,
         world_size=world_size,
         expert_parallel_size=arg_overrides["moe_expert_parallel_size"],
@@ -171,7 +171,7 @@ def refuse_other_task(cfg, path: str) -> None:
     """Raise ValueError if the default task, translation, would read a language model."""
     if cfg.task._name != "translation" or not is_moe_checkpoint(path):
         return
-    options = options_of(load_file((find_checkpoint(path) or ("", path))[1]), "task")
+    options = options_of(read_set(path).shared, "task")
     name = options.get("_name") or options.get("task")
     known = TASK_DATACLASS_REGISTRY.get(name)
     if known is not None and "source_lang" not in known.__dataclass_fields__:

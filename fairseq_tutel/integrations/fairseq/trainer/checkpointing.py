@@ -9,7 +9,7 @@ from fairseq import checkpoint_utils, utils
 from fairseq.logging import meters, metrics
 
 from .... import training
-from ....checkpoint import check_complete, final_path
+from ....checkpoint import check_complete
 from ....checkpoint.state import options_of
 from ....distributed import process_world
 from .sets import progress
@@ -30,7 +30,7 @@ _OF_PARAMETERS = (
 class CheckpointMixin:
     """Checkpoint methods of :class:`~.trainer.MoETrainer`."""
 
-    checkpoint_suffix = "-shared"  # of the file that stands for a set where fairseq looks for one
+    checkpoint_suffix = ""  # the index of a set has the name that fairseq looks for
     should_save_checkpoint_on_current_rank = True  # every rank holds experts
 
     def _state_names(self) -> training.StateNames:
@@ -65,13 +65,13 @@ class CheckpointMixin:
         if world_size > 1 and alone:
             logger.error("not saving %s: rank %d failed, others may not take part", filename, rank)
             return None
-        path = filename.replace(f"{self.checkpoint_suffix}.pt", ".pt")
-        logger.info("Saving checkpoint set %s", os.path.abspath(path))
+        path = os.path.abspath(filename)
+        logger.info("Saving checkpoint set %s", path)
         state = self.state_dict()
         state["extra_state"] = {**state["extra_state"], **extra_state}
         training.save_state(path, state, self._model.moe_groups)
         self.exchange_log.save()
-        return os.path.abspath(path)
+        return path
 
     def save_last(self, epoch_itr) -> str:
         """Write checkpoint_last.pt between two updates, whatever the options. Collective."""
@@ -89,27 +89,25 @@ class CheckpointMixin:
         reset_meters=False,
     ):
         """Restore a set or merged file; return fairseq's extra state, None if there is none."""
-        path = final_path(filename).replace(f"{self.checkpoint_suffix}.pt", ".pt")
         if self._model.moe_groups.simulated:
-            logger.info("not looking for %s: a simulated rank starts afresh", path)
+            logger.info("not looking for %s: a simulated rank starts afresh", filename)
             return None
-        if not training.checkpoint_exists(path):
+        if not training.checkpoint_exists(filename):
             given = self.cfg.checkpoint.restore_file
             if given != "checkpoint_last.pt":
-                both = f"neither {path} nor {filename} exists"
-                raise FileNotFoundError(f"--restore-file {given}: {both}")
-            logger.info("No existing checkpoint found %s", path)
+                raise FileNotFoundError(f"--restore-file {given}: {filename} does not exist")
+            logger.info("No existing checkpoint found %s", filename)
             return None
         state = training.load_state(
-            path,
+            filename,
             self._model.moe_groups,
             with_optimizer=not reset_optimizer,
             otherwise="give --moe-expert-count {saved}",
         )
-        check_complete(state, path)
+        check_complete(state, filename)
         history = state["optimizer_history"]
         try:
-            self._load_weights(state, path)
+            self._load_weights(state, filename)
         except ValueError as error:
             raise ValueError(f"{error}{self._other_options(state)}") from None
         optimizer_state = state.get("last_optimizer_state")
@@ -119,7 +117,7 @@ class CheckpointMixin:
             )
             self._resume_logs(state["extra_state"])
         elif not reset_optimizer:
-            logger.warning("%s holds no optimizer state: the optimizer starts afresh", path)
+            logger.warning("%s holds no optimizer state: the optimizer starts afresh", filename)
         self.growth.resume(state)
         self._optim_history = history
         self._convert_position(state)
@@ -127,7 +125,7 @@ class CheckpointMixin:
         self._load_progress(extra_state, reset_meters)
         logger.info(
             "Loaded checkpoint %s (epoch %d @ %d updates)",
-            *(path, extra_state["train_iterator"]["epoch"], self.get_num_updates()),
+            *(filename, extra_state["train_iterator"]["epoch"], self.get_num_updates()),
         )
         return extra_state
 

@@ -26,10 +26,9 @@ def start_of_run(checkpoint_cfg) -> Iterator[None]:
     Within the context, options for a first launch are gone if there is a set to go on from (stock
     looks for one file), and ``--finetune-from-model`` may name a set.
     """
-    if not checkpoint_cfg.no_save:  # otherwise the folder may be another run's
-        if process_world()[1] > 1:
-            checkpoint.check_shared_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
-        checkpoint.recover_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
+    # without saves the folder may be another run's
+    if not checkpoint_cfg.no_save and process_world()[1] > 1:
+        checkpoint.check_shared_directory(checkpoint_cfg.save_dir, ranks=all_ranks())
     source, values = checkpoint_cfg.get("finetune_from_model"), {}
     last = os.path.join(checkpoint_cfg.save_dir, "checkpoint_last.pt")
     if checkpoint_cfg.restore_file == "checkpoint_last.pt" and checkpoint.set_exists(last):
