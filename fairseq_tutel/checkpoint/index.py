@@ -132,7 +132,7 @@ def remove_unnamed(cset: CheckpointSet, *, earlier: bool = False) -> None:
 
 
 def _remove_files(cset: CheckpointSet, *, earlier: bool, named_elsewhere: bool = False) -> None:
-    index, names = cset.name_of(MERGED), os.listdir(cset.directory or ".")
+    index, names = cset.name_of(MERGED), [path.name for path in Path(cset.directory).glob("*")]
     mine = [match for match in map(_MEMBER.fullmatch, names) if match and match["index"] == index]
     others = [name for name in names if not is_member(name)] if mine else []
     texts = [_text(cset, name) for name in others if not (named_elsewhere and name == index)]

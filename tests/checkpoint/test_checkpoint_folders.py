@@ -1,7 +1,7 @@
 """What users and other jobs do to the files of a set: it works, or the error says what to do."""
 
 import os
-import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -26,79 +26,43 @@ from fairseq_tutel.checkpoint import (
 OLD, NEW = (Reference(4, seed=seed, layers=(1,)) for seed in (1, 2))
 
 
-def each(action):
-    """Do something to each file of run/last.pt, and its name in another folder."""
-
-    def do(run):
-        (run.parent / "other").mkdir()
-        for file in run.glob("last.pt*"):
-            action(file, run.parent / "other" / file.name)
-        return run.parent / "other" / "last.pt"
-
-    return do
-
-
-def rename_all(run):
-    for file in run.glob("last.pt*"):
-        file.rename(run / file.name.replace("last.pt", "keep.pt"))
-    return run / "keep.pt"
-
-
-def with_index(action, name):
-    """Do something to the index alone, and a name for it, from the folder."""
-
-    def do(run):
-        action(run / "last.pt", run / name)
-        return run / name
-
-    return do
-
-
-def whole(action, name):
-    def do(run):
-        action(run, run.parent / name)
-        return run.parent / name / "last.pt"
-
-    return do
-
-
-# what users do, and the set that they read then, after the next save of the run
+# what a user does in the folder of last.pt -> another name, and what it names after the next save
 DONE = {
-    "mv last.pt* other": (each(shutil.move), OLD),
-    "cp last.pt* other": (each(shutil.copy), OLD),
-    "ln last.pt* other": (each(os.link), OLD),
-    "ln -s last.pt* other": (each(os.symlink), NEW),
-    "rename last keep last.pt*": (rename_all, OLD),
-    "cp -r run other": (whole(shutil.copytree, "other"), OLD),
-    "ln -s run other": (whole(os.symlink, "other"), NEW),
-    "mv run other": (whole(shutil.move, "other"), OLD),
-    "cp last.pt keep.pt": (with_index(shutil.copy, "keep.pt"), OLD),
-    "ln last.pt keep.pt": (with_index(os.link, "keep.pt"), OLD),
-    "mv last.pt keep.pt": (with_index(shutil.move, "keep.pt"), OLD),
-    "ln -s run/last.pt keep.pt": (with_index(os.symlink, "../keep.pt"), NEW),
-    "cp last.pt ../keep.pt": (with_index(shutil.copy, "../keep.pt"), "is an index without its"),
+    "mv last.pt* ../other": ("../other/last.pt", OLD),
+    "cp last.pt* ../other": ("../other/last.pt", OLD),
+    "ln last.pt* ../other": ("../other/last.pt", OLD),
+    "ln -s $PWD/last.pt* ../other": ("../other/last.pt", NEW),
+    "cp -r . ../copy": ("../copy/last.pt", OLD),
+    "ln -s $PWD ../link": ("../link/last.pt", NEW),
+    "for f in last.pt*; do mv $f keep${f#last}; done": ("keep.pt", OLD),
+    "cp last.pt keep.pt": ("keep.pt", OLD),
+    "ln last.pt keep.pt": ("keep.pt", OLD),
+    "mv last.pt keep.pt": ("keep.pt", OLD),
+    "ln -s $PWD/last.pt ../other/keep.pt": ("../other/keep.pt", NEW),
+    "cp last.pt ../other": ("../other/last.pt", "is an index without its files"),
 }
 
 
 @pytest.mark.parametrize("command", DONE)
 def test_what_users_do_to_files(command, tmp_path):
-    run, (do, found) = tmp_path / "run", DONE[command]
+    run, (other, found) = tmp_path / "run", DONE[command]
+    (tmp_path / "other").mkdir()
     OLD.save(str(run / "last.pt"), 2)
-    other = str(do(run))
+    subprocess.run(["bash", "-ec", command], cwd=run, check=True)
+    path, other = str(run / "last.pt"), str(run / other)
     for _ in range(2):
-        NEW.save(str(run / "last.pt"), 1)
+        NEW.save(path, 1)
     if isinstance(found, str):
         with pytest.raises(CheckpointError, match=found):
             load_for_rank(other, rank=0, world_size=1)
     else:
         found.check_loadable(other)
-    # removing the other one removes nothing of the run's, and what only that one named
-    if command != "ln -s run other":
+    if "link" not in command:  # its folder is the run's
         remove_set(other)
-    NEW.check_loadable(str(run / "last.pt"))
-    NEW.save(str(run / "last.pt"), 1)
+        assert not os.path.lexists(other)
+    NEW.check_loadable(path)
+    NEW.save(path, 1)
     assert names_in(run) == set_names("last", 1)
-    assert not os.path.exists(other) or command == "ln -s run other"
 
 
 def test_only_a_save_removes_what_is_left_of_its_own_name(tmp_path):

@@ -203,7 +203,8 @@ def test_find_and_remove_treat_a_set_as_one_thing(tmp_path):
         remove_set(path)
         assert not set_exists(path)
     assert names_in(tmp_path) == set_names("checkpoint_1_100", 2) | set_names("checkpoint_last", 2)
-    remove_set(str(tmp_path / "never_there.pt"))
+    for name in ("never_there.pt", "no_folder/never_there.pt"):
+        remove_set(str(tmp_path / name))
     # a name that is a prefix of another must not take it along
     (last,) = find_sets(str(tmp_path), r"checkpoint_last\.pt")
     assert last == str(tmp_path / "checkpoint_last.pt")
