@@ -157,6 +157,7 @@ BREAKING = [
     ("training/a.py", "from fairseq import utils"),
     ("moe/a.py", "from importlib import import_module\nimport_module(home)"),
     ("training/a.py", "import torch.distributed as dist"),
+    ("integrations/transformers/a.py", "import torch.distributed as dist"),
     ("backends/torch/a.py", "import triton.language as tl"),
     ("moe/a.py", "import fairseq_tutel.integrations"),
     ("launch/a.py", "from ..plan import x"),

@@ -58,8 +58,8 @@ class MoELayer(nn.Module):
             [T, M] to logits [T, E], under the caller's autocast, which are cast to fp32 (default
             None: the router that ``config.router`` names).
         experts (ExpertConfig, list of nn.Module or function): options of built-in experts, or your
-            own: all modules [n, M] -> [n, M] of this rank, or a function that makes one (default
-            None: built-in, with options given singly).
+            own: all modules [n, M] -> [n, M] of this rank, a function that makes one, or an
+            ``ExpertBank`` (default None: built-in, with options given singly).
         groups (ExpertParallelGroups): placement of the experts, from ``distributed.build_groups``
             (default None: spread over all ranks; then the constructor is collective).
         seed (int): seed of experts' initial weights (default None: drawn from torch's generator).
@@ -213,7 +213,8 @@ class MoELayer(nn.Module):
         call = self._router_call(config, choice, agreed, x, return_aux, steering, uncounted_T)
         routing, router_aux = self._route(given_TM, x_TM, pad_mask, call, x.shape[:-1])
         y_TM, record = self._through_experts(x_TM, routing, call, choice, agreed, record)
-        y = self._finish(y_TM, x_TM, config).view(x.shape)
+        y_TM = self._finish(y_TM, x_TM, config)
+        y = y_TM.view(*x.shape[:-1], y_TM.shape[-1])  # a bank of one's own may change the width
         if not return_aux:
             return y
         load = self.update_load.of_call() if config.balance_scope == "update" else None

@@ -45,8 +45,8 @@ class ExpertList(nn.ModuleList, ExpertBank):
         return found
 
 
-# modules, or a function that makes one
-OwnExperts = Sequence[nn.Module] | Callable[[], nn.Module]
+# modules, a function that makes one, or a bank of all local experts
+OwnExperts = Sequence[nn.Module] | Callable[[], nn.Module] | ExpertBank
 
 
 def is_function(given: Any) -> bool:
@@ -54,8 +54,10 @@ def is_function(given: Any) -> bool:
     return callable(given) and not isinstance(given, nn.Module)
 
 
-def own_experts(given: OwnExperts, groups: ExpertParallelGroups, seed: int | None) -> ExpertList:
-    """Return the bank of the user's experts: the given modules, or results of a function."""
+def own_experts(given: OwnExperts, groups: ExpertParallelGroups, seed: int | None) -> ExpertBank:
+    """Return the bank of the user's experts: the given one, or modules, given or made."""
+    if isinstance(given, ExpertBank) and not isinstance(given, ExpertList):
+        return given
     experts: Any = _make_each(given, groups, seed) if is_function(given) else given
     if not isinstance(experts, Sequence | nn.ModuleList):
         raise ValueError(f"experts must be a list of modules, got {type(experts).__name__}")
@@ -94,9 +96,9 @@ def with_width(
     """
     if model_dim is not None:
         return None, model_dim
-    if given is None:
+    own = None if given is None else own_experts(given, groups, seed)
+    if not isinstance(own, ExpertList):
         raise TypeError("an MoE layer needs model_dim, or expert_fn= or experts= that say it")
-    own = own_experts(given, groups, seed)
     for module in own[0].modules():
         if isinstance(module, nn.Linear) and module.in_features:
             return own, module.in_features

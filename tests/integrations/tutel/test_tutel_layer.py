@@ -1,0 +1,294 @@
+"""Tutel's interface in one process, beside loops in fp64."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import tutel_loop
+from torch import nn
+from torch.nn import functional
+
+from fairseq_tutel.integrations.tutel import moe, system
+from fairseq_tutel.moe import MoELayer
+
+M, F, E, T = 6, 8, 4, 13
+CAPACITIES = (1.25, 1.0, 0.5, 0.0, -1.0, -0.5)
+FFN = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": F}
+EACH = {
+    "plain": {},
+    "priority": {"batch_prioritized_routing": True},
+    "raw weights": {"normalize_gate": False},
+    "scores before": {"is_postscore": False},
+    "overlap": {"a2a_ffn_overlap_degree": 3},
+    "r = 0": {"parallel_type": "adaptive:0"},
+}
+IN_LOOP = {
+    "priority": {"priority": True},
+    "raw weights": {"normalize": False},
+    "scores before": {"postscore": False},
+    "overlap": {"alignment": 3},
+}
+
+
+def make(gate=None, experts=None, dtype=torch.float64, **options):
+    gate = {"type": "top", "k": 2} | (gate or {}) if not isinstance(gate, list) else gate
+    options = {"model_dim": M, "seeds": (1, 2, 3), **options}
+    return moe.moe_layer(gate, experts=FFN | (experts or {}), **options).to(dtype)
+
+
+def compare(layer, x, expert, call, *, in_loop, tolerance=1e-10):
+    """Output, balance loss and all gradients are those of the loop."""
+    gate, found = layer.gates[0], {}
+    for name in ("layer", "loop"):
+        x = x.detach().clone().requires_grad_()
+        layer.zero_grad()
+        if name == "layer":
+            y = layer(x, **call)
+            loss = y.l_aux
+            assert loss is layer.l_aux
+        else:
+            options = {"top_k": 2, "factor": 1.0} | in_loop
+            y, loss = tutel_loop.layer(x, gate(x), expert, **options)
+        (y.square().sum() + loss).backward()
+        found[name] = [y, loss, x.grad, *(param.grad for param in layer.parameters())]
+    torch.testing.assert_close(found["layer"], found["loop"], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_layer_is_a_loop_over_tokens(kind):
+    layer, expert = make(**EACH[kind]), None
+    expert = tutel_loop.ffn(dict(layer.experts.named_parameters()))
+    for top_k, factor in itertools.product((1, 2, 3, 4), CAPACITIES):
+        call = {"top_k": top_k, "capacity_factor": factor}
+        in_loop = {"top_k": top_k, "factor": factor} | IN_LOOP.get(kind, {})
+        compare(layer, torch.randn(T, M).double(), expert, call, in_loop=in_loop)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)])
+def test_other_dtypes_round_the_same_layer(dtype, tolerance):
+    layer, exact = (make({"fp32_gate": True, "capacity_factor": 0.0}) for _ in range(2))
+    layer.to(getattr(torch, dtype))
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(T, M).to(getattr(torch, dtype))
+    y, wanted = layer(x), exact(x.double())
+    assert y.dtype == x.dtype
+    torch.testing.assert_close(y.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+class Experts(nn.Module):
+    """As a user may write: a bias that is not the width of the tokens."""
+
+    def __init__(self, model_dim, num_experts_per_device, sharded_count, width):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(num_experts_per_device, model_dim, width))
+
+    def forward(self, x, ctx):
+        assert (ctx.sharded_count, ctx.num_global_experts, ctx.adaptive_degree) == (1, E, 1)
+        return x.flatten(2) @ self.w
+
+
+class OldExperts(Experts):
+    def __init__(self, model_dim, local_experts, sharded_count, width):
+        super().__init__(model_dim, local_experts, sharded_count, width)
+
+
+class Gate(nn.Module):
+    def __init__(self, model_dim, num_global_experts, scale):
+        super().__init__()
+        self.top_k, self.wg = 2, nn.Linear(model_dim, num_global_experts)
+        self.scale, self.capacity_factor = scale, 0.0
+
+    def forward(self, x):
+        return self.wg(x) * self.scale
+
+
+@pytest.mark.parametrize("module", [Experts, OldExperts])
+def test_gates_and_experts_of_ones_own(module):
+    own = {"type": "custom", "module": module, "num_experts_per_device": E, "width": 10}
+    gate = {"type": "custom", "module": Gate, "scale": 2.0}
+    layer = moe.moe_layer(gate, M, own).double()
+    x = torch.randn(T, M).double()
+    w = layer.experts.w
+    compare(layer, x, lambda e, row: row @ w[e], {}, in_loop={"factor": 0.0})
+    by_two = layer(x.view(T, 2, 3), reserve_dims=2)
+    torch.testing.assert_close(by_two, layer(x))
+    assert layer(x[:1].view(1, 1, M)).shape == (1, 1, 10)
+
+
+def test_activations_outputs_and_biases():
+    layer = make(experts={"activation_fn": functional.silu, "output_dim": 3, "has_fc1_bias": False})
+    params = {"batched_fc1_bias": torch.zeros(E, F), **dict(layer.experts.named_parameters())}
+    x = torch.randn(T, M).double()
+    compare(layer, x, tutel_loop.ffn(params, functional.silu), {}, in_loop={})
+    other = make(experts={"activation_fn_with_self": lambda h, bank: h * len(bank.batched_fc1_w)})
+    params = dict(other.experts.named_parameters())
+    compare(other, x, tutel_loop.ffn(params, lambda h: h * E), {}, in_loop={})
+
+
+def test_several_gates_and_results():
+    gates = [{"type": "top", "k": 1}, {"type": "cosine_top", "k": 2, "proj_dim": 3}]
+    layer = make(gates, result_func=lambda y: (y, y.l_aux))
+    x = torch.randn(2, T, M).double()
+    layer.eval()
+    for index, top_k in ((0, 1), (1, 2)):
+        y, loss = layer(x, gate_index=index, capacity_factor=0)
+        logits = layer.gates[index](x.view(-1, M))
+        expert = tutel_loop.ffn(dict(layer.experts.named_parameters()))
+        wanted, wanted_loss = tutel_loop.layer(x.view(-1, M), logits, expert, top_k, 0)
+        torch.testing.assert_close((y.view(-1, M), loss), (wanted, wanted_loss))
+    point = functional.normalize(layer.gates[1].cosine_projector(x.view(-1, M)), dim=1)
+    cosine = point @ functional.normalize(layer.gates[1].sim_matrix, dim=0)
+    torch.testing.assert_close(logits, cosine / 0.5)
+
+
+def test_load_loss_and_noise_are_those_of_the_definition():
+    layer = make({"gate_noise": 2.0, "k": 2}, is_gshard_loss=False)
+    x = torch.randn(T, M).double()
+    torch.manual_seed(4)
+    found = layer(x).l_aux
+    torch.manual_seed(4)
+    logits = layer.gates[0](x)
+    std = 2.0 / E
+    noisy = logits + std * torch.randn_like(logits)
+    scores = logits.softmax(1)
+    last = noisy.sort(1, descending=True).values[:, 1:2]
+    load = torch.distributions.Normal(0.0, std).cdf(scores - last).sum(0)
+    terms = [values.var() / values.mean() ** 2 for values in (scores.sum(0), load)]
+    torch.testing.assert_close(found, sum(terms) / 2)
+    with pytest.raises(ValueError, match="gate_noise above 0"):
+        make(is_gshard_loss=False)(x)
+
+
+def test_weights_follow_the_seeds_draw_by_draw():
+    found = {}
+    gates = [{"type": "top", "k": 1}, {"type": "cosine_top", "k": 1, "proj_dim": 5}]
+    layer = make(gates, dtype=torch.float32, scan_expert_func=lambda *each: found.update([each]))
+    after = torch.rand(1)
+    torch.manual_seed(2)
+    drawn = [(nn.Linear(M, F), nn.Linear(F, M)) for _ in range(E)]
+    wanted = {
+        "batched_fc1_w": torch.stack([fc1.weight for fc1, _ in drawn]),
+        "batched_fc2_w": torch.stack([fc2.weight.t() for _, fc2 in drawn]),
+        "batched_fc1_bias": torch.stack([fc1.bias for fc1, _ in drawn]),
+        "batched_fc2_bias": torch.stack([fc2.bias for _, fc2 in drawn]),
+    }
+    assert list(wanted) == list(found)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_stride=False)
+    for number, (gate, name) in enumerate(zip(layer.gates, ("wg", "cosine_projector"), strict=True)):
+        torch.manual_seed(1 + number)
+        made = nn.Linear(M, 5) if number else nn.Linear(M, E, bias=False)
+        assert torch.equal(getattr(gate, name).weight, made.weight)
+    torch.randn(5, E)
+    assert torch.equal(layer.gates[1].sim_matrix, torch.empty(5, E).normal_(0, 0.01))
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(1))
+    assert [name for name, _ in layer.get_parameter_iterator("local_experts")] == list(wanted)
+    assert next(layer.get_parameter_iterator("gate"))[0] == "0.wg.weight"
+
+
+def test_state_dicts_have_tutels_names_and_older_files_load():
+    layer, other = make(), make(seeds=(7, 8, 9))
+    shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    assert shapes == {
+        "_num_global_experts": (),
+        "experts.batched_fc1_w": (E, F, M),
+        "experts.batched_fc2_w": (E, F, M),
+        "experts.batched_fc1_bias": (E, F),
+        "experts.batched_fc2_bias": (E, M),
+        "gates.0.wg.weight": (E, M),
+    }
+    old = {name: value.clone() for name, value in layer.state_dict().items()}
+    old["experts.batched_fc1_bias"] = old["experts.batched_fc1_bias"][:, None]
+    del old["_num_global_experts"]
+    other.load_state_dict(old)
+    torch.testing.assert_close(other.state_dict(), layer.state_dict())
+    with pytest.raises(ValueError, match="8 experts in the file, and 4 in the layer"):
+        other.load_state_dict({"_num_global_experts": torch.tensor(8)}, strict=False)
+
+
+def test_layer_equals_this_packages_own():
+    layer = make({"capacity_factor": 1.25})
+    native = MoELayer(M, E, F, top_k=2, capacity_factor=1.25, activation="relu",
+                      normalize_before_dropping=True).double()  # fmt: skip
+    parts = dict(layer.experts.named_parameters())
+    state = {"gate.wg.weight": layer.gates[0].wg.weight}
+    for e, (name, part) in itertools.product(range(E), parts.items()):
+        fc, kind = name.split("_")[1:]
+        value = part[e].t() if name == "batched_fc2_w" else part[e]
+        state[f"experts.{e}.{fc}.{'weight' if kind == 'w' else kind}"] = value
+    native.load_state_dict(state)
+    x = torch.randn(T, M).double()
+    y, aux = native(x, return_aux=True)
+    torch.testing.assert_close((layer(x), layer.l_aux), (y, aux.loss))
+
+
+def test_rows_by_hand():
+    """Layers from scratch: encode and decode, of tokens in a given plan."""
+    for top_k, factor, postscore in itertools.product((1, 2, 3), CAPACITIES, (True, False)):
+        scores = torch.randn(T, E).double().softmax(1)
+        x = torch.randn(T, M).double()
+        crit, loss = moe.top_k_routing(scores, top_k, capacity_factor=factor)
+        chosen, slot_TK, weight, capacity = tutel_loop.slots(scores, top_k, factor)
+        rows, ids = torch.zeros(E, capacity, M).double(), torch.full((2, E, capacity), -1)
+        for t, k in itertools.product(range(T), range(top_k)):
+            if slot_TK[t][k] < capacity:
+                place = chosen[t, k], slot_TK[t][k]
+                rows[place] = x[t] if postscore else weight[t, k] * x[t]
+                ids[(0, *place)], ids[(1, *place)] = t, k
+        torch.testing.assert_close(moe.fast_encode(x, crit, postscore), rows)
+        wanted, _ = tutel_loop.layer(x, scores.log(), lambda e, row: row, top_k, factor)
+        torch.testing.assert_close(moe.fast_decode(rows, crit, postscore), wanted)
+        for number, kind in enumerate(("sample_id", "top_id")):
+            assert torch.equal(moe.get_reversed_sample_ids(crit, kind).long(), ids[number])
+        found, counts = moe.get_topk_selection(crit)
+        assert torch.equal(found.long(), chosen)
+        assert counts.tolist() == chosen.flatten().bincount(minlength=E).tolist()
+        dispatcher = moe.fast_dispatcher(E, 1, M, torch.float64)
+        dispatcher.update(crit.indices, crit.locations, crit.gates, capacity, postscore)
+        torch.testing.assert_close(dispatcher.encode(x), rows.flatten(0, 1))
+        torch.testing.assert_close(dispatcher.decode(rows.flatten(0, 1)), wanted)
+    mask = torch.randint(2, (T, E))
+    assert torch.equal(moe.fast_cumsum_sub_one(mask), mask.cumsum(0) - 1)
+
+
+def test_priority_keeps_what_a_capacity_as_needed_has_room_for():
+    """Tutel counts the rows that are needed in another order, and drops some of them."""
+    layer, x = make({"k": 2}, batch_prioritized_routing=True), torch.randn(5 * T, M).double()
+    plain = make({"k": 2})
+    torch.testing.assert_close(layer(x, capacity_factor=0), plain(x, capacity_factor=0))
+
+
+REFUSED = [
+    ({"megablocks_size": 4}, ValueError, "megablocks_size is not offered"),
+    ({"pad_samples": False}, ValueError, "pad_samples is not offered: it is deprecated"),
+    ({"gate_type": "Top2Gate"}, ValueError, "gate_type is not offered"),
+    ({"experts": FFN | {"fused_custom_fn": id}}, ValueError, "fused_custom_fn"),
+    ({"experts": FFN | {"type": "sparse"}}, ValueError, "type='sparse' is not one of custom, ffn"),
+    ({"gate_type": {"type": "x"}}, ValueError, "type='x' is not one of custom, top, cosine_top"),
+    ({"parallel_type": "adaptive:-1"}, ValueError, "adaptive:-1"),
+    ({"experts": FFN | {"num_experts_per_device": -2}}, ValueError, "must divide the 1 ranks"),
+    ({"overlap": 2}, TypeError, "no argument overlap"),
+]
+
+
+@pytest.mark.parametrize("options, error, message", REFUSED)
+def test_what_is_not_offered_is_refused_by_name(options, error, message):
+    given = {"gate_type": {"type": "top", "k": 1}, "model_dim": M, "experts": FFN}
+    with pytest.raises(error, match=message):
+        moe.moe_layer(**{**given, **options})
+
+
+def test_tricks_of_benchmarks_are_refused(monkeypatch):
+    layer = make()
+    monkeypatch.setenv("SKIP_MOE", "1")
+    with pytest.raises(ValueError, match="SKIP_MOE is not offered: it leaves the layer out"):
+        layer(torch.randn(T, M))
+
+
+def test_names_of_files_and_the_session(tmp_path):
+    path = system.apply_rank_size_from_pattern(f"{tmp_path}/a/{{rank}}-of-{{size}}.pt", 1, 2)
+    assert path == f"{tmp_path}/a/1-of-2.pt" and (tmp_path / "a").is_dir()
+    session = system.init_data_model_parallel(backend="gloo")
+    assert system.get_local_session() is session and system.record_time() > 0
+    assert (session.global_size, session.model_rank, session.model_group) == (1, 0, None)
+    assert session.local_device == torch.device("cpu")
