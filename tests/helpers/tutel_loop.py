@@ -7,10 +7,10 @@ from helpers import naive
 from torch.nn.functional import softmax
 
 
-def slots(scores, top_k, factor, *, priority=False, normalize=True, alignment=1, most=None):
+def slots(scores, top_k, factor, *, priority=False, normalize=True, alignment=1, most=int):
     """(expert, slot, weight) of every pair by token and choice, and the capacity.
 
-    ``most``: maps the rows that the fullest expert needs to those of the fullest of any rank.
+    ``most`` maps a number of this rank to the largest of all ranks.
     """
     tokens, experts = scores.shape
     top_k = min(top_k, experts)
@@ -20,11 +20,10 @@ def slots(scores, top_k, factor, *, priority=False, normalize=True, alignment=1,
     weight = scores.gather(1, chosen)
     if normalize and top_k > 1:
         weight = weight / weight.sum(1, keepdim=True)
-    fixed = top_k * int(abs(factor) * math.ceil(tokens / experts))
+    fixed = top_k * int(abs(factor) * math.ceil(most(tokens) / experts))
     capacity = fixed
     if factor <= 0:
-        capacity = max(map(sum, zip(*count_KE, strict=True)))
-        capacity = capacity if most is None else most(capacity)
+        capacity = most(max(map(sum, zip(*count_KE, strict=True))))
         capacity = min(capacity, fixed) if factor else capacity
     return chosen, slot_TK, weight, math.ceil(capacity / alignment) * alignment
 

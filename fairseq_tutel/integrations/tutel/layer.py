@@ -175,7 +175,7 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
         options = {"top_k": count, "capacity_factor": factor, "exchange": self._exchange()}
         engine = self.engine.train(self.training)
         y_TM, aux = engine(x_TM.repeat_interleave(copies, 0), return_aux=True, **options)
-        return y_TM.unflatten(0, (-1, copies)).sum(1) if copies > 1 else y_TM, aux.loss
+        return y_TM.unflatten(0, (len(x_TM), copies)).sum(1) if copies > 1 else y_TM, aux.loss
 
     def _on_this_rank(self, x_TM, inequivalent_tokens):
         tokens = len(x_TM)
@@ -281,7 +281,8 @@ class _Gates(Router):
             tokens_TM = routing.prescored(x_TM[::copies], weight_TK)
             weight_TK = torch.ones_like(weight_TK)
         weight_TKr = torch.where(dest_TKr < 0, 0, weight_TK[..., None])
-        dest, weight = (each.reshape(len(x_TM), -1) for each in (dest_TKr, weight_TKr))
+        shape = len(x_TM), dest_TK.shape[1] * r // copies
+        dest, weight = (each.reshape(shape) for each in (dest_TKr, weight_TKr))
         capacity = crit.capacity * r // owner.sharded_count
         src_R = ops.source_of_rows(dest, self.config.num_experts * capacity)
         kept_E = (src_R.view(-1, capacity) >= 0).sum(1, dtype=torch.int32)

@@ -37,16 +37,17 @@ def simple_all_reduce(input: Tensor, group=None, op: Any = None, inplace=False) 
     """Return the sum over the ranks, or the result of another ``op``."""
     if get_world_size(group) == 1:
         return input
-    output = input if inplace else input.clone(memory_format=torch.contiguous_format)
+    output = input if inplace else input.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, op=dist.ReduceOp.SUM if op is None else op, group=group)
     return output
 
 
 def simple_all_to_all(input: Tensor, group=None) -> Tensor:
     """Send part i of the first dimension to rank i."""
-    output, input = torch.empty_like(input.contiguous()), input.contiguous()
     if get_world_size(group) == 1:
         return input
+    input = input.detach().contiguous()
+    output = torch.empty_like(input)
     dist.all_to_all_single(output, input, group=group)
     return output
 
@@ -58,10 +59,10 @@ def simple_split(input: Tensor, group=None) -> Tensor:
 
 def simple_reduce_scatter(input: Tensor, group=None) -> Tensor:
     """Return this rank's part of the sum over the ranks."""
-    output = torch.empty_like(simple_split(input, group), memory_format=torch.contiguous_format)
     if get_world_size(group) == 1:
         return input
-    _reduce_scatter(output, input.contiguous(), group=group)
+    output = torch.empty_like(simple_split(input, group), memory_format=torch.contiguous_format)
+    _reduce_scatter(output.detach(), input.detach().contiguous(), group=group)
     return output
 
 
@@ -70,7 +71,7 @@ def simple_all_gather(input: Tensor, group=None) -> Tensor:
     if (size := get_world_size(group)) == 1:
         return input
     output = input.new_empty((size * len(input), *input.shape[1:]))
-    all_gather_tensor(output, input.contiguous(), group=group)
+    all_gather_tensor(output, input.detach().contiguous(), group=group)
     return output
 
 

@@ -64,7 +64,9 @@ def test_layer_is_a_loop_over_tokens(kind):
         compare(layer, torch.randn(T, M).double(), expert, call, in_loop=in_loop)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)]
+)
 def test_other_dtypes_round_the_same_layer(dtype, tolerance):
     layer, exact = (make({"fp32_gate": True, "capacity_factor": 0.0}) for _ in range(2))
     layer.to(getattr(torch, dtype))
@@ -174,7 +176,9 @@ def test_weights_follow_the_seeds_draw_by_draw():
     }
     assert list(wanted) == list(found)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_stride=False)
-    for number, (gate, name) in enumerate(zip(layer.gates, ("wg", "cosine_projector"), strict=True)):
+    for number, (gate, name) in enumerate(
+        zip(layer.gates, ("wg", "cosine_projector"), strict=True)
+    ):
         torch.manual_seed(1 + number)
         made = nn.Linear(M, 5) if number else nn.Linear(M, E, bias=False)
         assert torch.equal(getattr(gate, name).weight, made.weight)
