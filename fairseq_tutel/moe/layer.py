@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,15 @@ from . import arguments
 from .balance import balance_over_ranks
 from .dispatcher import dispatch_and_combine
 from .exchange_choice import ExchangeChoice, ExchangeChoices
-from .experts import ExpertBank, ExpertList, SharedExpert, make_experts, own_experts, with_width
+from .experts import (
+    ExpertBank,
+    ExpertList,
+    OwnExperts,
+    SharedExpert,
+    make_experts,
+    own_experts,
+    with_width,
+)
 from .given_choices import steer, top_k_of
 from .memory import StepMemory, memory_of_step
 from .pass_state import pass_state
@@ -88,7 +96,7 @@ class MoELayer(nn.Module):
         *,
         config: MoEConfig | None = None,
         gate: nn.Module | None = None,
-        experts: ExpertConfig | Sequence[nn.Module] | Callable[[], nn.Module] | None = None,
+        experts: ExpertConfig | OwnExperts | None = None,
         groups: distributed.ExpertParallelGroups | None = None,
         seed: int | None = None,
         exchange: ExchangeConfig | str = "linear",

@@ -16,9 +16,13 @@ from . import net
 class LinearTopKGate(nn.Module):
     """The gate ``top``: a linear map without bias."""
 
-    def __init__(self, model_dim, num_global_experts, k=1, fp32_gate=False, **_):
+    def __init__(
+        self, model_dim, num_global_experts, k=1, fp32_gate=False, *, capacity_factor=1.0,
+        gate_noise=0.0,
+    ):  # fmt: skip
         super().__init__()
         self.top_k, self.fp32_gate = min(num_global_experts, int(k)), fp32_gate
+        self.capacity_factor, self.gate_noise = capacity_factor, gate_noise
         dtype = torch.float32 if fp32_gate else None
         self.wg = nn.Linear(model_dim, num_global_experts, bias=False, dtype=dtype)
 
@@ -30,10 +34,12 @@ class CosineTopKGate(nn.Module):
     """The gate ``cosine_top``: similarity to a direction per expert, with a learned temperature."""
 
     def __init__(
-        self, model_dim, num_global_experts, k=1, fp32_gate=False, proj_dim=256, init_t=0.5, **_
-    ):
+        self, model_dim, num_global_experts, k=1, fp32_gate=False, proj_dim=256, init_t=0.5, *,
+        capacity_factor=1.0, gate_noise=0.0,
+    ):  # fmt: skip
         super().__init__()
         self.top_k, self.fp32_gate = min(num_global_experts, int(k)), fp32_gate
+        self.capacity_factor, self.gate_noise = capacity_factor, gate_noise
         self.temperature = nn.Parameter(torch.full([1], 1.0 / init_t).log())
         self.cosine_projector = nn.Linear(model_dim, proj_dim)
         self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts))

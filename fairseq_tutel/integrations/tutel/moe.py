@@ -1,8 +1,25 @@
-"""Names of ``tutel.moe``."""
+"""Names of ``tutel.moe``: the layer, whose rows a :class:`MoELayer` moves, and :mod:`.routing`.
 
-# ruff: noqa: F401
-from .layer import moe_layer
-from .routing import (
+If S ranks share an expert, the slots of an expert, r times over, are divided among its ranks, and
+each computes with weights that it gathers. To :class:`MoELayer` that is an expert per rank.
+"""
+
+import inspect
+import os
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...config import ExchangeConfig
+from ...distributed import build_groups, mark_expert
+from ...moe import ExpertBank, MoEConfig, MoELayer, Router, RouterAux, Routing
+from ...moe.torch_modes import autocast_dtype, without_autocast
+from . import net, routing
+from .modules import EXPERTS, GATES
+from .routing import (  # noqa: F401
     extract_critical,
     fast_cumsum_sub_one,
     fast_decode,
@@ -11,4 +28,284 @@ from .routing import (
     get_reversed_sample_ids,
     get_topk_selection,
     top_k_routing,
-)
+)  # fmt: skip
+
+_REFUSED = {
+    "megablocks_size": "is for inference alone; capacity_factor=0 drops nothing, too",
+    "pad_samples": "is deprecated: leave it out, nothing is padded",
+    "fused_custom_fn": "is deprecated: give {'type': 'custom', 'module': ...}",
+    "implicit_dropout_p": "is deprecated: put dropout into activation_fn, and after the layer",
+    "gate_type": "as a text is deprecated: give {'type': 'top', 'k': K}",
+    "SKIP_MOE": "leaves the layer out",
+    "SKIP_EXPERT": "leaves the experts out",
+    "SKIP_A2A": "leaves the exchanges out",
+}
+
+
+class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
+    """MoE layer with Tutel's arguments, which ``integrations/tutel/README.md`` explains."""
+
+    engine: MoELayer
+
+    def __init__(
+        self, gate_type, model_dim, experts, scan_expert_func=None, result_func=None, group=None,
+        seeds=None, a2a_ffn_overlap_degree=1, is_postscore=True, batch_prioritized_routing=False,
+        normalize_gate=True, is_gshard_loss=True, parallel_type="adaptive:1", use_2dh=False,
+        **others,
+    ):  # fmt: skip
+        super().__init__()
+        _refuse({**experts, **others}, others, gate_type)
+        self.group, self.world_size, self.model_dim = group, net.get_world_size(group), model_dim
+        count = experts.get("num_experts_per_device", experts.get("count_per_node", 1))
+        self.num_global_experts = self.global_expert_count(count, group)
+        self.register_buffer("_num_global_experts", torch.tensor(self.num_global_experts))
+        self.num_local_experts = max(self.num_global_experts // self.world_size, 1)
+        self.sharded_count = sharded = max(self.world_size // self.num_global_experts, 1)
+        self.valid_rs = [r for r in range(sharded + 1) if r == 0 or sharded % r == 0]
+        self.adaptive_degree = self._degree(parallel_type)
+        self.result_func, self.is_postscore, self.use_2dh = result_func, is_postscore, use_2dh
+        self.batch_prioritized_routing = batch_prioritized_routing
+        self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
+        self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+        of_gates, of_experts, of_rest = (*(seeds or ()), None, None, None)[:3]
+        _seed(of_experts)
+        self.experts = self._make_experts(dict(experts))
+        for name, param in self.experts.named_parameters():
+            if scan_expert_func is not None:
+                scan_expert_func(name, param)
+            vars(param)["_tutel_expert"] = True
+            mark_expert(param, net.get_world_size() // self.world_size)
+        self.gates = nn.ModuleList()
+        for number, each in enumerate([gate_type] if isinstance(gate_type, dict) else gate_type):
+            _seed(None if of_gates is None else of_gates + number)
+            self.gates.append(self._make_gate(dict(each)))
+        _seed(of_rest)
+        vars(self)["engine"] = self._make_engine()  # no submodule: the names are Tutel's
+
+    @staticmethod
+    def global_expert_count(num_local_experts, group=None) -> int:
+        """Return E for the experts of a rank; 1/S or -S: S ranks share one."""
+        size, count = net.get_world_size(group), num_local_experts
+        sharing = round(1 / count) if 0 < count < 1 else -count if count < 0 else 1
+        if count == 0 or size % sharing:
+            raise ValueError(
+                f"num_experts_per_device={count} must be a number of experts, or -S for one expert "
+                f"on S ranks, and S must divide the {size} ranks"
+            )
+        return int(size // sharing * max(count, 1))
+
+    def _degree(self, parallel_type: str) -> int:
+        """Return r, the number of ranks that a token goes to for each choice."""
+        kind, _, r = parallel_type.partition(":")
+        names = {"data": 1, "auto": 1, "model": self.sharded_count}
+        r = min(int(r), self.sharded_count) if kind == "adaptive" and r else names.get(kind, -1)
+        if r not in self.valid_rs:
+            raise ValueError(
+                f"parallel_type={parallel_type!r} must be 'data', 'model', 'auto' or 'adaptive:r', "
+                f"with r one of {self.valid_rs}"
+            )
+        return r
+
+    def _make_experts(self, options: dict[str, Any]) -> nn.Module:
+        make = _chosen("experts", options, EXPERTS)
+        options.pop("count_per_node", None)
+        old = "local_experts" in inspect.signature(make).parameters
+        options["local_experts" if old else "num_experts_per_device"] = self.num_local_experts
+        if old:
+            options.pop("num_experts_per_device", None)
+        return make(**options, model_dim=self.model_dim, sharded_count=self.sharded_count)
+
+    def _make_gate(self, options: dict[str, Any]) -> nn.Module:
+        make = _chosen("gate_type", options, GATES)
+        sizes = {"model_dim": self.model_dim, "num_global_experts": self.num_global_experts}
+        gate = make(**sizes, **options)
+        for name, default in ("gate_noise", 0.0), ("capacity_factor", 1.0):
+            if not hasattr(gate, name):
+                setattr(gate, name, options.get(name, default))
+        return gate
+
+    def _make_engine(self) -> MoELayer:
+        """Return the layer that moves rows, with an expert or more on each rank. Collective."""
+        size, world = self.world_size, net.get_world_size()
+        first = net.get_world_rank() // size * size
+        ranks = [first] if size == 1 else net.dist.get_process_group_ranks(self.group)
+        if ranks != [*range(first, first + size)]:
+            raise ValueError(f"group: its ranks {ranks} must be neighbours, as of a model_group")
+        config = MoEConfig(max(self.num_global_experts, size), top_k=1)
+        parallel = size if size < world else 0
+        groups = build_groups(config.num_experts, expert_parallel_size=parallel)
+        parts = {"gate": _Gates(self, config), "experts": _Experts(self)}
+        exchange = self._exchange()
+        return MoELayer(self.model_dim, config=config, groups=groups, exchange=exchange, **parts)
+
+    def _exchange(self) -> ExchangeConfig:
+        # experts that gather their weights would meet the exchange of another chunk
+        degree = self.a2a_ffn_overlap_degree if self.sharded_count == 1 else 1
+        return _exchange(self.use_2dh, int(os.environ.get("LOCAL_SIZE", "0")), degree)
+
+    def get_parameter_iterator(self, param_type: str):
+        """Return the names and parameters of the ``gate`` or the ``local_experts``."""
+        return {"gate": self.gates, "local_experts": self.experts}[param_type].named_parameters()
+
+    def forward(
+        self, input: Tensor, gate_index=0, capacity_factor=None, top_k=None,
+        a2a_ffn_overlap_degree=None, reserve_dims=1, inequivalent_tokens=False, adaptive_r=None,
+        **others,
+    ):  # fmt: skip
+        """Apply the layer to tokens whose size is that of the last ``reserve_dims`` dimensions.
+
+        The result and the layer get the attribute ``l_aux``, the balance loss. The overlap degree
+        and r are kept for later calls. Ranks may always have different numbers of tokens.
+        """
+        _refuse(others, others)
+        if adaptive_r is not None:
+            self.adaptive_degree = self._degree(f"adaptive:{adaptive_r}")
+        if a2a_ffn_overlap_degree is not None:
+            self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+        gate: Any = self.gates[gate_index]
+        factor = gate.capacity_factor if capacity_factor is None else capacity_factor
+        count = min(gate.top_k if top_k is None else top_k, self.num_global_experts)
+        self._routed, self._shape = (gate, count, factor), input.shape[-reserve_dims:]
+        if self._shape.numel() != self.model_dim:
+            raise ValueError(
+                f"tokens {[*self._shape]} do not have model_dim={self.model_dim} numbers"
+            )
+        x_TM = input.reshape(-1, self.model_dim)
+        if (dtype := autocast_dtype(x_TM.device)) is None:
+            dtype = next((param.dtype for param in self.experts.parameters()), x_TM.dtype)
+        by_ranks = self._through_ranks if self.adaptive_degree else self._on_this_rank
+        y_TM, l_aux = by_ranks(x_TM.to(dtype), inequivalent_tokens)
+        y: Any = y_TM.view(*input.shape[:-reserve_dims], *self._out_shape).to(input.dtype)
+        self.l_aux = y.l_aux = l_aux
+        return y if self.result_func is None else self.result_func(y)
+
+    def _through_ranks(self, x_TM, _):
+        _, count, factor = self._routed
+        copies = 1 if self.is_postscore else count  # a row of its own for each weighted token
+        options = {"top_k": count, "capacity_factor": factor, "exchange": self._exchange()}
+        engine = self.engine.train(self.training)
+        y_TM, aux = engine(x_TM.repeat_interleave(copies, 0), return_aux=True, **options)
+        return y_TM.unflatten(0, (len(x_TM), copies)).sum(1) if copies > 1 else y_TM, aux.loss
+
+    def _on_this_rank(self, x_TM, inequivalent_tokens):
+        tokens = len(x_TM)
+        tokens = routing.largest(tokens, self.group) if inequivalent_tokens else tokens
+        crit, l_aux = self.route(x_TM, tokens)
+        rows = self.compute(fast_encode(x_TM, crit, self.is_postscore))
+        return fast_decode(rows, crit, self.is_postscore), l_aux
+
+    def route(self, x_TM: Tensor, num_tokens: int) -> tuple[routing.Critical, Tensor]:
+        """Return the slots of tokens and the balance loss; ``num_tokens`` of the largest rank."""
+        gate, count, factor = self._routed
+        alignment = self.sharded_count * self.a2a_ffn_overlap_degree
+        alignment = alignment if alignment <= 256 else -(-alignment // 128) * 128
+        noise = gate.gate_noise / self.num_global_experts
+        with without_autocast(x_TM.device):
+            logits_TE = gate(x_TM)
+            noisy_TE = logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+            if self.training and noise > 0:
+                noisy_TE = logits_TE + noise * torch.randn_like(logits_TE)
+            loss_fn: Any = routing.gshard_loss
+            if not self.is_gshard_loss:
+                values = {"clean_TE": logits_TE.softmax(1), "noisy_TE": noisy_TE}
+                loss_fn = partial(routing.load_importance_loss, **values, noise_std=noise)
+            crit, l_aux = extract_critical(
+                noisy_TE.softmax(1), count, loss_fn, factor, self.batch_prioritized_routing,
+                self.normalize_gate, alignment, self.group, num_tokens=num_tokens,
+            )  # fmt: skip
+        self.dispatch_count = crit.dispatch_count
+        return crit, l_aux
+
+    def compute(self, rows: Tensor) -> Tensor:
+        """Apply the experts to rows [e, N, M]."""
+        out = self.experts(rows.unflatten(2, self._shape), self)
+        self._out_shape = out.shape[2:]
+        return out.flatten(2)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        """Read files of older versions too, with biases [e, 1, F] and no number of experts."""
+        own = self.num_global_experts
+        there = int(state_dict.setdefault(f"{prefix}_num_global_experts", torch.tensor(own)))
+        if there != own:
+            raise ValueError(f"{prefix}: {there} experts in the file, and {own} in the layer")
+        for name, param in self.experts.named_parameters(f"{prefix}experts"):
+            if name in state_dict and state_dict[name].numel() == param.numel():
+                state_dict[name] = state_dict[name].view(param.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _refuse(given, unknown, gate_type=None) -> None:
+    """Raise ValueError for what is not offered, TypeError for unknown arguments."""
+    found = given.keys() & _REFUSED.keys()
+    found -= set() if given.get("megablocks_size") else {"megablocks_size"}
+    found |= {name for name in _REFUSED if name.isupper() and os.environ.get(name, "0") != "0"}
+    found |= {"gate_type"} if isinstance(gate_type, str) else set()
+    for name in sorted(found):
+        raise ValueError(f"Tutel's {name} is not offered: it {_REFUSED[name]}")
+    if unknown := unknown.keys() - _REFUSED.keys():
+        raise TypeError(f"Tutel's layer has no argument {', '.join(sorted(unknown))}")
+
+
+@cache
+def _exchange(use_2dh: bool, ranks_per_node: int, degree: int) -> ExchangeConfig:
+    degree = max(d for d in (1, 2, 4, 8) if d <= max(degree, 1))
+    if not use_2dh:
+        return ExchangeConfig(overlap_degree=degree)
+    return ExchangeConfig("2dh", ranks_per_node=ranks_per_node, overlap_degree=degree)
+
+
+def _seed(seed: int | None) -> None:
+    if seed is not None:
+        torch.manual_seed(seed)
+
+
+def _chosen(argument: str, options: dict[str, Any], known: dict[str, Any]) -> Any:
+    """Take ``type``, or the ``module`` of the type ``custom``, out of the options."""
+    kind = options.pop("type", None)
+    if kind != "custom" and kind not in known:
+        raise ValueError(f"{argument}: type={kind!r} is not one of custom, {', '.join(known)}")
+    return options.pop("module") if kind == "custom" else known[kind]
+
+
+class _Experts(ExpertBank):
+    """The experts of a layer, for a :class:`MoELayer`."""
+
+    def __init__(self, owner: moe_layer):
+        super().__init__()
+        vars(self)["owner"] = owner
+
+    def forward(self, batch, prepared=None):
+        return vars(self)["owner"].compute(batch.rows)
+
+
+class _Gates(Router):
+    """The gates of a layer, for a :class:`MoELayer`."""
+
+    def __init__(self, owner: moe_layer, config: MoEConfig):
+        super().__init__(owner.model_dim, config)
+        vars(self)["owner"] = owner
+
+    def forward(self, x_TM, pad_mask_T, call):
+        owner: moe_layer = vars(self)["owner"]
+        copies, r = 1 if owner.is_postscore else call.config.top_k, owner.adaptive_degree
+        crit, loss = owner.route(x_TM[::copies], call.num_tokens // copies)
+        dest_TK, weight_TK = crit.maps()[0], crit.weights()
+        # an expert has its slots r times, divided among its ranks
+        begin_TK = dest_TK - dest_TK % crit.capacity
+        copy_r = torch.arange(r, device=dest_TK.device) * crit.capacity
+        dest_TKr = (dest_TK + begin_TK * (r - 1))[..., None] + copy_r
+        dest_TKr = torch.where(dest_TK[..., None] < 0, -1, dest_TKr).to(torch.int32)
+        tokens_TM = None
+        if not owner.is_postscore:
+            tokens_TM = routing.prescored(x_TM[::copies], weight_TK)
+            weight_TK = torch.ones_like(weight_TK)
+        weight_TKr = torch.where(dest_TKr < 0, 0, weight_TK[..., None])
+        shape = len(x_TM), dest_TK.shape[1] * r // copies
+        dest, weight = (each.reshape(shape) for each in (dest_TKr, weight_TKr))
+        capacity = crit.capacity * r // owner.sharded_count
+        src_R = ops.source_of_rows(dest, self.config.num_experts * capacity)
+        kept_E = (src_R.view(-1, capacity) >= 0).sum(1, dtype=torch.int32)
+        expert = torch.where(dest < 0, -1, dest // capacity).to(torch.int32)
+        routed = expert, dest, src_R, weight, kept_E[None], kept_E, capacity, True
+        aux = RouterAux(loss, loss.detach() * 0, kept_E[None])
+        return Routing(*routed, tokens_TM=tokens_TM), aux

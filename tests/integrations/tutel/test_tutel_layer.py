@@ -1,5 +1,6 @@
 """Tutel's interface in one process, beside loops in fp64."""
 
+import copy
 import itertools
 
 import pytest
@@ -64,17 +65,20 @@ def test_layer_is_a_loop_over_tokens(kind):
         compare(layer, torch.randn(T, M).double(), expert, call, in_loop=in_loop)
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)]
-)
-def test_other_dtypes_round_the_same_layer(dtype, tolerance):
-    layer, exact = (make({"fp32_gate": True, "capacity_factor": 0.0}) for _ in range(2))
-    layer.to(getattr(torch, dtype))
-    exact.load_state_dict(layer.state_dict())
-    x = torch.randn(T, M).to(getattr(torch, dtype))
-    y, wanted = layer(x), exact(x.double())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "autocast"])
+def test_other_dtypes_round_the_same_layer(dtype):
+    tolerance = {"float32": 1e-5, "float16": 0.02}.get(dtype, 0.1)
+    exact = make({"fp32_gate": True, "capacity_factor": 0.0})
+    layer, x = copy.deepcopy(exact), torch.randn(T, M)
+    if dtype == "autocast":
+        layer.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+    else:
+        x = x.to(getattr(torch, dtype))
+        y = layer.to(x.dtype)(x)
     assert y.dtype == x.dtype
-    torch.testing.assert_close(y.double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(y.double(), exact(x.double()), atol=tolerance, rtol=tolerance)
 
 
 class Experts(nn.Module):
@@ -115,6 +119,8 @@ def test_gates_and_experts_of_ones_own(module):
     by_two = layer(x.view(T, 2, 3), reserve_dims=2)
     torch.testing.assert_close(by_two, layer(x))
     assert layer(x[:1].view(1, 1, M)).shape == (1, 1, 10)
+    with pytest.raises(ValueError, match=r"tokens \[12\] do not have model_dim=6 numbers"):
+        layer(torch.zeros(2, 2 * M))
 
 
 def test_activations_outputs_and_biases():
@@ -271,6 +277,7 @@ REFUSED = [
     ({"gate_type": {"type": "x"}}, ValueError, "type='x' is not one of custom, top, cosine_top"),
     ({"parallel_type": "adaptive:-1"}, ValueError, "adaptive:-1"),
     ({"experts": FFN | {"num_experts_per_device": -2}}, ValueError, "must divide the 1 ranks"),
+    ({"gate_type": {"type": "top", "capacity": 1}}, TypeError, "capacity"),
     ({"overlap": 2}, TypeError, "no argument overlap"),
 ]
 
