@@ -15,16 +15,18 @@ from .quiet import silence_imports
 # A training process has saved a checkpoint on SIGUSR1 and wants to be queued again. 85 is neither a
 # code of the shell (126-165) nor of sysexits.h (64-78).
 EXIT_REQUEUE = 85
-# A training process has saved a checkpoint with more experts (--moe-grow-at). A launcher that
-# starts the ranks again sets RESTARTS for them.
-EXIT_GROWN = 86
-RESTARTS = "FAIRSEQ_TUTEL_RESTARTS"
-# Folder in which ranks note the errors that they print, so that only the first rank prints an error
-# that all find. A rank makes the folder, the launcher removes it.
-REPORTED = "FAIRSEQ_TUTEL_REPORTED"
+# The folder of the launcher that started this rank, for notes of its ranks: the hashes of errors
+# that were printed, and in a file the exit code of a job whose ranks have left in good order.
+LAUNCHER, OUTCOME = "FAIRSEQ_TUTEL_LAUNCHER", "outcome"
+# Such a folder that the batch script has made for the first node's (scripts/slurm/common.sh)
+FOLDER = "FAIRSEQ_TUTEL_FOLDER"
+# Set for a run that goes on from its last checkpoint, whatever its command says of the start.
+GOES_ON = "FAIRSEQ_TUTEL_GOES_ON"
 # A user's error before any rank was started (argparse uses the same code).
 EXIT_USAGE = 2
 
+# a folder for the PYTHONPATH of fairseq's programs
+STARTUP = str(Path(__file__).with_name("startup"))
 # in a checkout a link to the repository's folder; an installed package holds the files themselves
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

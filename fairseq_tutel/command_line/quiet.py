@@ -1,6 +1,6 @@
 """Filters for lines that importing fairseq prints, to be installed before.
 
-The launcher's ranks run this file by its path, so it imports nothing of this package.
+The launcher's ranks run this file by its path (startup/), so it imports nothing of this package.
 """
 
 import logging

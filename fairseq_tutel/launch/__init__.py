@@ -1,3 +1,1 @@
-"""Launcher of a job's ranks; its process imports neither torch nor fairseq."""
-
-from ..command_line import EXIT_REQUEUE
+"""Launcher of a job's ranks: torch's elastic agent starts them, and each becomes its program."""

@@ -2,7 +2,7 @@
 
 Stock fairseq cannot start several ranks on a CPU: with torchrun's variables set it computes
 ``rank % torch.cuda.device_count()``, a division by zero. Stating the init method and the rank
-avoids that path.
+avoids that path. Of Hydra's config this finds plain values in the primary file.
 """
 
 import os
@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..config import exchange_size
-from .hydra import find_config, override_name, value_in, with_overrides, working_directory
+from ..command_line import CONFIGS, config_directory, flag_value, with_extension
 
 # fairseq's console scripts, by how they make (or do not make) a process group.
 #   grouped: main() runs under call_main(), which makes a process group
@@ -33,15 +32,15 @@ _KINDS = {
     "fairseq-interactive": "single",
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
-# sections of Hydra's config; others are in distributed_training
-_SECTION = {
-    "cpu": "common",
-    "moe_expert_count": "model",
-    "moe_expert_parallel_size": "model",
-    "moe_freq": "model",
-}
-_ALIASES = {"local_rank": "device_id"}
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
+# Run where the command was called, as with fairseq's own config.yaml. Hydra's default is a new
+# folder for every process: no rank would find checkpoints under a relative save_dir.
+_STAY_HERE = {
+    "hydra.run.dir": "hydra.run.dir=.",
+    "hydra.output_subdir": "hydra.output_subdir=null",
+    "hydra/job_logging": "hydra.job_logging.handlers.file.filename=/dev/null",
+}
+_OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,19 @@ class Command:
     def spelled(self, key: str) -> str:
         """Return the option ``key`` as a user of this command writes it."""
         if self.kind == "hydra":
-            return f"{_SECTION.get(key, 'distributed_training')}.{key}"
+            return f"{'common' if key == 'cpu' else 'distributed_training'}.{key}"
         return "--" + key.replace("_", "-")
 
-    def stated(self, key: str) -> str | None:
-        """Return the given value, or the config file's; None if there is neither."""
-        section = _SECTION.get(key, "distributed_training")
-        return self.given.get(key, value_in(self.config, section, key))
+    def in_file(self, *keys: str) -> str | None:
+        """Return what the config file states for nested ``keys``; None if nothing."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return None if value is None else str(value)
 
-    def number(self, key: str, *, in_file: bool = False) -> int | None:
+    def number(self, key: str) -> int | None:
         """Return a value as a number; None if there is none, or one that only Hydra can resolve."""
-        text = self.stated(key) if in_file else self.given.get(key)
+        text = self.given.get(key)
         if text is None or "${" in text or text in ("null", "None"):
             return None
         try:
@@ -82,101 +83,128 @@ class Command:
 
 
 def _console_script(word: str) -> str | None:
-    """Return the console script of fairseq_cli.X or .../fairseq_cli/X.py, None for other words."""
+    """Return the console script of its path, fairseq_cli.X or .../fairseq_cli/X.py, else None."""
     match = re.search(r"(?:^|/)fairseq_cli(?:/(\w+)\.py|\.(\w+))$", word)
-    name = match and "fairseq-" + (match[1] or match[2]).replace("_", "-")
+    module = match and (match[1] or match[2])
+    name = f"fairseq-{module.replace('_', '-')}" if module else os.path.basename(word)
     return name if name in _KINDS else None
-
-
-def _after_interpreter(words: Sequence[str]) -> tuple[str | None, int]:
-    """Return the script of ``python [flags] -m fairseq_cli.X``, and how many words start it."""
-    i = 1
-    while i < len(words) and words[i].startswith("-") and words[i] not in ("-m", "-c"):
-        i += 2 if words[i] in ("-W", "-X") else 1
-    i += words[i : i + 1] == ["-m"]
-    name = _console_script(words[i]) if i < len(words) else None
-    return (name, i + 1) if name else (None, 1)
-
-
-def _find_program(word: str, path: str | None) -> tuple[str, ...]:
-    """Return the words that start ``word`` on this machine."""
-    found = shutil.which(word, path=path)
-    if found:
-        return (found,)
-    if os.sep not in word:
-        beside = Path(sys.executable).with_name(word)  # a virtual environment not activated
-        if os.access(beside, os.X_OK):
-            return (str(beside),)
-    if word.endswith(".py") and os.path.isfile(word):
-        return (sys.executable, word)
-    raise ValueError(f"cannot find the command {word!r} (not on PATH, not an executable file)")
 
 
 def parse_command(words: Sequence[str], path: str | None = None) -> Command:
     """Read the words after ``--``; ``path`` replaces $PATH. ValueError if no program is found."""
     if not words:
         raise ValueError("no command given; put it after --, as in: -- fairseq-train DATA ...")
-    base = os.path.basename(words[0])
-    name, start = base if base in _KINDS else _console_script(words[0]), 1
-    if re.fullmatch(r"(python|pypy)[\d.]*", base):
-        name, start = _after_interpreter(words)
-    program = _find_program(words[0], path) + tuple(words[1:start])
+    name, start, i = _console_script(words[0]), 1, 1
+    if re.fullmatch(r"(python|pypy)[\d.]*", os.path.basename(words[0])):
+        while i < len(words) and words[i].startswith("-") and words[i] not in ("-m", "-c"):
+            i += 2 if words[i] in ("-W", "-X") else 1
+        i += words[i : i + 1] == ["-m"]
+        name = _console_script(words[i]) if i < len(words) else None
+        start = i + 1 if name else 1
+    # also beside the interpreter: a virtual environment may not be activated
+    path = os.pathsep.join((path or os.environ.get("PATH", ""), os.path.dirname(sys.executable)))
+    if found := shutil.which(words[0], path=path):
+        program = (found, *words[1:start])
+    elif words[0].endswith(".py") and os.path.isfile(words[0]):
+        program = (sys.executable, *words[:start])
+    else:
+        why = "(not on PATH, not an executable file)"
+        raise ValueError(f"cannot find the command {words[0]!r} {why}")
     arguments = words[start:]
-    if name is None:
-        return Command(None, program, tuple(arguments))
-    if _KINDS[name] != "hydra":
-        return Command(name, program, tuple(arguments), _flags(arguments))
-    arguments, config = find_config(arguments)
-    return Command(name, program, tuple(arguments), _overrides(arguments), config)
+    if name == "fairseq-hydra-train":
+        arguments, config = find_config(arguments)
+        return Command(name, program, tuple(arguments), _overrides(arguments), config)
+    return Command(name, program, tuple(arguments), _flags(arguments) if name else {})
+
+
+def _overrides(words: Sequence[str]) -> dict[str, str]:
+    """Read ``[+]section.key=value`` of the sections that matter here as key -> value."""
+    named = [(override_name(word).rpartition("."), word.partition("=")[2]) for word in words]
+    return {
+        key: value.strip("'\"")
+        for (section, _, key), value in named
+        if value and section == ("common" if key == "cpu" else "distributed_training")
+    }
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:
     """Read ``--some-flag value`` and ``--some-flag=value`` as some_flag -> value."""
     found = {}
-    for i, word in enumerate(words):
-        if not word.startswith("--"):
-            continue
-        name, equals, text = word[2:].partition("=")
-        follower = words[i + 1] if i + 1 < len(words) else "--"
-        value = text if equals else ("true" if follower.startswith("--") else follower)
-        key = name.replace("-", "_")
-        found[_ALIASES.get(key, key)] = value
+    for word, follower in zip(words, [*words[1:], "--"], strict=False):
+        name, equals, text = word.removeprefix("--").partition("=")
+        key = "device_id" if name == "local_rank" else name.replace("-", "_")
+        if word.startswith("--"):
+            found[key] = text if equals else "true" if follower.startswith("--") else follower
     return found
 
 
-def _overrides(words: Sequence[str]) -> dict[str, str]:
-    """Read ``[+]section.key=value`` of the sections that matter here as key -> value."""
-    found = {}
-    for word in words:
-        section, dot, key = override_name(word).rpartition(".")
-        if "=" in word and dot and section == _SECTION.get(key, "distributed_training"):
-            found[key] = word.partition("=")[2].strip("'\"")
-    return found
+def override_name(word: str) -> str:
+    """Return ``model.x`` of ``+model.x=1``; the word itself if it is no override."""
+    return word.partition("=")[0].lstrip("+")
 
 
-def _require(command: Command, key: str, ours: str, why: str) -> None:
-    user = command.given.get(key)
-    if user is None or "${" in user or user.lower() == ours.lower():
-        return
-    if not (user.lstrip("-").isdigit() and ours.isdigit() and int(user) == int(ours)):
-        raise ValueError(f"{command.spelled(key)}={user} contradicts {why} ({ours})")
+def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
+    """Return ``words`` with ``added`` behind the last override: Hydra takes one block of them."""
+    before = ("", *words)
+    found = [i for i, w in enumerate(words) if _OVERRIDE.match(w) and before[i][:2] != "--"]
+    end = found[-1] + 1 if found else len(words)
+    return [*words[:end], *added, *words[end:]]
+
+
+def find_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the words and what the primary config file states, {} if only Hydra can find it.
+
+    The words get the folder of the shipped configs if they name one of these and no folder.
+    ValueError is raised for a missing folder or file.
+    """
+    name, given = (
+        flag_value(words, *f) for f in (("--config-name", "-cn"), ("--config-dir", "-cd"))
+    )
+    folder = given or flag_value(words, "--config-path", "-cp")
+    if given and "://" not in given and not Path(given).is_dir():
+        raise ValueError(f"--config-dir {given}: there is no such folder")
+    if name is None:
+        return list(words), {}
+    if folder is None and (CONFIGS / with_extension(name)).is_file():
+        # fairseq's own folder, which Hydra would look in, has no config of such a name
+        folder = str(config_directory(with_extension(name)))
+        words = ["--config-dir", folder, *words]
+    path = Path(folder or CONFIGS) / with_extension(name)
+    if path.is_file():
+        import yaml  # it is where Hydra is; other commands do without
+
+        try:
+            return list(words), yaml.safe_load(path.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    # fairseq's own folder has a config of the name config
+    if name == "config" or folder != given or "://" in (given or ""):
+        return list(words), {}
+    found = ", ".join(sorted(each.stem for each in path.parent.glob("*.y*ml"))) or "none"
+    raise ValueError(f"--config-name {name}: no such file in {path.parent} (there are: {found})")
+
+
+def _working_directory(command: Command) -> list[str]:
+    """Return overrides that keep the command in its directory, unless the user chooses another."""
+    given = {override_name(word) for word in command.arguments if "=" in word}
+    chosen = command.in_file("hydra", "run", "dir") or command.in_file("hydra", "job", "chdir")
+    elsewhere = {"hydra.run.dir", "hydra.job.chdir"}
+    if chosen or given & elsewhere or {"-m", "--multirun"} & set(command.arguments):
+        return []
+    own_logging = "hydra/job_logging" in str(command.config.get("defaults"))
+    return [
+        override
+        for name, override in _STAY_HERE.items()
+        if name not in given and not (own_logging and "job_logging" in name)
+    ]
 
 
 def use_cpu(command: Command, num_gpus: int) -> bool:
     """Return whether there is no GPU, or options or config file choose the CPU."""
-    user = (command.stated("cpu") if num_gpus else command.given.get("cpu")) or ""
+    user = command.given.get("cpu") or num_gpus and command.in_file("common", "cpu") or ""
     if num_gpus == 0 and user.lower() in _FALSE:
         raise ValueError(f"{command.spelled('cpu')}={user}, but this machine has no usable GPU")
     return num_gpus == 0 or user.lower() in _TRUE
-
-
-def check_experts(command: Command, world_size: int) -> None:
-    """Raise ValueError if the command or its config file states experts that do not fit."""
-    keys = ("moe_freq", "moe_expert_count", "moe_expert_parallel_size")
-    if command.name in TRAINING:
-        freq, experts, size = (command.number(key, in_file=True) for key in keys)
-        if freq != 0:
-            exchange_size(experts or world_size, world_size, size or 0)
 
 
 def check_user_dir(command: Command) -> None:
@@ -193,7 +221,7 @@ def check_user_dir(command: Command) -> None:
                 raise ValueError(f"--path {path} has experts: add --user-dir fairseq_tutel")
         return
     fairseq = find_spec("fairseq")  # which is not imported for this
-    beside = [Path(folder) for folder in fairseq.submodule_search_locations] if fairseq else []
+    beside = [Path(folder) for folder in (fairseq and fairseq.submodule_search_locations) or ()]
     folders = [Path(), *beside, *(folder.parent for folder in beside)]
     # an interpreter of the ranks' own, too, may have a package of that name
     is_package = user_dir.isidentifier() and find_spec(user_dir) is not None
@@ -201,39 +229,45 @@ def check_user_dir(command: Command) -> None:
         raise ValueError(f"--user-dir {user_dir}: there is no such folder, here or beside fairseq")
 
 
+def _require(command: Command, key: str, ours: str, why: str) -> None:
+    user = command.given.get(key)
+    if user is None or "${" in user or user.lower() == ours.lower():
+        return
+    if not (user.lstrip("-").isdigit() and ours.isdigit() and int(user) == int(ours)):
+        raise ValueError(f"{command.spelled(key)}={user} contradicts {why} ({ours})")
+
+
 def rank_options(
     command: Command, *, rank: int, world_size: int, device: int, shared_node: bool, cpu: bool
 ) -> dict[str, str | None]:
     """Return the options that a rank needs and the user did not give, by key; None: a bare flag."""
-    if command.kind == "script":
+    kind, several = command.kind, world_size > 1
+    if kind == "script":
         return {}
-    if command.kind == "single" and world_size > 1:
+    if kind == "single" and several:
         raise ValueError(f"{command.name} runs in one process: use --nproc-per-node 1")
-    results = command.given.get("results_path")
-    if command.kind == "sharded" and results is not None and world_size > 1:
+    if kind == "sharded" and several and (results := command.given.get("results_path")):
         raise ValueError(
             f"--results-path {results} is one file, which each of {world_size} ranks would "
             "overwrite: use --nproc-per-node 1, or leave it out"
         )
-    wanted: dict[str, str | None] = {"distributed_world_size": str(world_size)}
     _require(command, "distributed_world_size", str(world_size), "the number of ranks started")
-    if world_size > 1:
+    if several:
         _require(command, "distributed_rank", str(rank), "the rank of this process")
-    if command.kind == "sharded":
+    wanted: dict[str, str | None] = {"distributed_world_size": str(world_size)}
+    if kind == "sharded":
         wanted["distributed_rank"] = str(rank)
-    elif command.kind in ("grouped", "hydra"):
+    elif kind != "single":
         if shared_node and not cpu:
             _require(command, "device_id", str(device), "the GPU of this rank")
         _require(command, "distributed_no_spawn", "true", "that the launcher starts the ranks")
         wanted["device_id"] = str(device)
-        if world_size > 1 or "distributed_init_method" in command.given:
-            wanted["distributed_init_method"] = "env://"
-            wanted["distributed_rank"] = str(rank)
-            wanted["distributed_no_spawn"] = None
-            wanted["distributed_backend"] = "gloo" if cpu else "nccl"
+        if several or "distributed_init_method" in command.given:
+            wanted |= {"distributed_init_method": "env://", "distributed_rank": str(rank)}
+            wanted |= {"distributed_no_spawn": None, "distributed_backend": "nccl"}
     if cpu:
         wanted["cpu"] = None
-        if command.kind != "sharded":
+        if kind != "sharded":
             # fairseq 0.12.2 makes a group, by default of nccl, also of a single rank
             wanted["distributed_backend"] = "gloo"
     return {key: value for key, value in wanted.items() if key not in command.given}
@@ -244,9 +278,7 @@ def with_options(command: Command, options: Mapping[str, str | None]) -> list[st
     words = list(command.arguments)
     if command.kind == "hydra":
         added = [f"{command.spelled(k)}={'true' if v is None else v}" for k, v in options.items()]
-        added += working_directory(words, command.config)
-        return [*command.program, *with_overrides(words, added)]
-    added = []
+        return [*command.program, *with_overrides(words, added + _working_directory(command))]
     for key, value in options.items():
-        added += [command.spelled(key)] + ([] if value is None else [value])
-    return [*command.program, *words, *added]
+        words += [command.spelled(key)] + ([] if value is None else [value])
+    return [*command.program, *words]

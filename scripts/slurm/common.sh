@@ -34,15 +34,16 @@ enter_environment() {
 # launch COMMAND ...: runs COMMAND on all ranks of the job and returns its exit code.
 #
 # One task per node, with all of the node's cores: the launcher starts that node's ranks and binds
-# them. Not --kill-on-bad-exit: ranks that leave after saving (exit code 85) do so one by one; when a
-# rank fails, the launcher itself ends the step. --wait ends a step that still hangs, after 10
-# minutes. A signal to this shell is passed on, and the wait for the ranks goes on.
+# them. Not --kill-on-bad-exit: launchers whose ranks have saved leave one by one, the first node's
+# with code 85; when a rank fails, its launcher ends the step. --wait ends a step that still hangs,
+# after 10 minutes. A signal to this shell is passed on, and the wait for the ranks goes on.
 #
-# SIGUSR1 would end srun while it makes the step, and Python while it starts: srun gets it when it is
-# 5 seconds old, Python begins with it ignored, and as that may lose it, a step gets it every 2 seconds
-# until it is a minute old. It is the caller's: after this, it is ignored.
+# SIGUSR1 goes to the ranks of this node, and they tell the others. The launcher of this node keeps
+# their process numbers in a folder that is made here; ranks that are not there yet find the request
+# in it. Other launchers' Python begins with the signal ignored, which would end it.
 launch() {
-    local begin=$SECONDS step status=127 now interrupted=1 helpers=()
+    local step status=127 now interrupted=1
+    FAIRSEQ_TUTEL_FOLDER=$(mktemp -d) && export FAIRSEQ_TUTEL_FOLDER || return
     # shellcheck disable=SC2086
     srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" \
         --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
@@ -51,9 +52,9 @@ launch() {
         python -m fairseq_tutel.launch --nproc-per-node "${NPROC_PER_NODE:-auto}" \
         ${LAUNCH_OPTIONS:-} -- "$@" &
     step=$!
-    trap 'pass_on_usr1 $step $begin; interrupted=1' USR1
+    trap 'pass_on_usr1; interrupted=1' USR1
     trap 'kill -TERM $step; interrupted=1' TERM
-    ((${usr1_came:-0})) && pass_on_usr1 "$step" "$begin"
+    ((${usr1_came:-0})) && pass_on_usr1
     # A signal ends `wait`, too; bash keeps the code of a step that ended meanwhile for the next.
     while ((interrupted)); do
         interrupted=0
@@ -61,26 +62,16 @@ launch() {
         now=$?
         ((now == 127)) || status=$now # 127: was waited for already
     done
-    trap '' USR1
+    trap '' USR1 # it was the ranks'
     trap - TERM
-    ((${#helpers[@]} == 0)) || kill "${helpers[@]}" 2>/dev/null
+    rm -rf "$FAIRSEQ_TUTEL_FOLDER"
     return "$status"
 }
 
-# pass_on_usr1 STEP BEGIN: sends SIGUSR1 to srun, which has the process number STEP and was started
-# at second BEGIN of this shell, as soon as it can take it, and again while it may be lost.
 pass_on_usr1() {
-    local age=$((SECONDS - $2))
-    if ((age >= 60)); then
-        kill -USR1 "$1"
-        return
-    fi
-    (
-        trap '' USR1
-        ((age >= 5)) || sleep $((5 - age))
-        while kill -USR1 "$1" && ((SECONDS - $2 < 60)); do
-            sleep 2
-        done
-    ) </dev/null >/dev/null 2>&1 &
-    helpers+=($!)
-}
+    local pid
+    touch "$FAIRSEQ_TUTEL_FOLDER/requested"
+    for pid in "$FAIRSEQ_TUTEL_FOLDER"/pids/*; do
+        kill -USR1 "${pid##*/}"
+    done
+} 2>/dev/null

@@ -320,7 +320,7 @@ check_time_limit_job() {
 # Ranks that srun started itself are adopted, and one rank's death ends those on the other node.
 check_adopted_ranks() {
     local output status=0 begin=$SECONDS
-    output=$(srun --nodes 2 --ntasks-per-node 2 --time 1 python -m fairseq_tutel.launch --output plain -- \
+    output=$(srun --nodes 2 --ntasks-per-node 2 --time 1 python -m fairseq_tutel.launch -- \
         bash -c 'echo "rank $RANK of $WORLD_SIZE is $LOCAL_RANK on $SLURMD_NODENAME"' 2>/dev/null)
     [ "$(sort <<<"$output")" = "rank 0 of 4 is 0 on virtual1
 rank 1 of 4 is 1 on virtual1
@@ -340,7 +340,7 @@ check_unlike_nodes() {
     srun --nodes 2 --ntasks-per-node 1 --time 2 bash -c 'exec python -m fairseq_tutel.launch \
         --nproc-per-node $((2 + SLURM_NODEID)) -- sleep 100' >"$work/differ.log" 2>&1 &&
         fail "nodes with 2 and 3 ranks were started"
-    grep -q 'the nodes do not fit together: ranks per node: 2 on' "$work/differ.log" ||
+    grep -q 'the nodes do not fit together: node . expects [46] ranks of sleep' "$work/differ.log" ||
         fail "no word of how the nodes differ: $(cat "$work/differ.log")"
     srun --nodes 2 --ntasks-per-node 1 --time 2 bash -c 'exec python -m fairseq_tutel.launch \
         --nproc-per-node 2 $( ((SLURM_NODEID)) && echo --bind 9999) -- sleep 100' \

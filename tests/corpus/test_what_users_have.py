@@ -82,6 +82,12 @@ REMOVED: dict[str, str] = {
     "names fairseq_tutel.checkpoint/final_path": "final_path",
     "names fairseq_tutel.checkpoint/recover_directory": "recover_directory",
     "set */report/unfinished_save": "unfinished_save",
+    # the launcher's own supervision
+    "launch one": "--output",
+    **{
+        f"options launch/{flag}": flag
+        for flag in ("--output", "--grace-seconds", "--agree-seconds")
+    },
 }
 # runs and configs that are also tried without --long; every set is read, and its content compared
 QUICK = {

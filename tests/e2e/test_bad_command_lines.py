@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_in_one_line_by_each_rank(programs, tmp_path):
 @pytest.mark.parametrize("wrong", ["--moe-expert-cuont 4", "--finetune-from-model /no/x.pt"])
 def test_what_all_ranks_find_is_told_once(wrong, programs, tmp_path):
     """The launcher names the folder by which its ranks know of each other."""
-    folder = {"FAIRSEQ_TUTEL_REPORTED": str(tmp_path / "reported"), "CUDA_VISIBLE_DEVICES": ""}
+    folder = {"FAIRSEQ_TUTEL_LAUNCHER": str(tmp_path / "launcher"), "CUDA_VISIBLE_DEVICES": ""}
     done = programs.run(_words(f"{TRAIN} {wrong}", tmp_path), ranks=2, **folder)
     assert done.status > 0 and done.stderr.count("fairseq-train: error") == 1, done.stderr
 

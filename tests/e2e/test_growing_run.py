@@ -76,7 +76,7 @@ def grown(tmp_path_factory):
 
 def test_a_run_grows_by_a_flag_and_is_killed_meanwhile(grown, tmp_path):
     whole, text = grown
-    assert "launch: the set has more experts: starting the ranks again" in text
+    assert "--moe-grow-at: saved" in text and "begin again" in text
     line = "has 4 experts (--moe-grow-at 3:4): going on with them, not with --moe-expert-count 2"
     assert text.count(line) == 1
     updates = [int(row["num_updates"]) for row in logged(text, "train_inner")]

@@ -4,9 +4,9 @@ import contextlib
 import sys
 
 import pytest
+from helpers.programs import ROOT
 
 from fairseq_tutel.launch.commands import (
-    check_experts,
     check_user_dir,
     parse_command,
     rank_options,
@@ -72,6 +72,8 @@ def test_script_paths_and_unknown_and_missing_commands(tmp_path):
         parse_command(["no-such-tool"], "")
     with pytest.raises(ValueError, match="no command given"):
         parse_command([], "")
+    with pytest.raises(ValueError, match="--distributed-port x: not a number"):
+        parse_command([str(script), "--distributed-port", "x"]).number("distributed_port")
 
 
 def test_train_on_the_cpu(command_of):
@@ -200,32 +202,6 @@ def test_cpu_or_gpu(command_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "world_size", "message"),
-    [
-        ("train --moe-expert-count 8", 2, ""),
-        ("train --moe-expert-count 6", 4, "6 experts cannot be spread over 4 ranks"),
-        ("hydra-train model.moe_expert_count=6", 4, "6 experts"),
-        ("hydra-train model.moe_expert_count=${n}", 4, ""),
-        ("train --moe-expert-count 6 --moe-expert-parallel-size 2", 4, ""),
-        ("train --moe-expert-count 6 --moe-expert-parallel-size 4", 4, "size=4 .* 4, .* 6:"),
-        ("hydra-train {file}", 4, "6 experts"),
-        ("hydra-train {file} model.moe_expert_count=8", 4, ""),
-        ("hydra-train {file} model.moe_freq=0", 4, ""),
-        ("train --moe-expert-count x", 4, "--moe-expert-count x: not a number"),
-        # that are not used
-        ("train --moe-expert-count 6 --moe-freq 0", 4, ""),
-        ("eval-lm --moe-expert-count 6", 4, ""),
-    ],
-)
-def test_experts_that_do_not_fit_the_ranks(command_of, tmp_path, text, world_size, message):
-    (tmp_path / "big.yaml").write_text("model:\n  moe_freq: 2\n  moe_expert_count: 6  # why\n")
-    file = f"--config-dir {tmp_path} --config-name big"
-    command = command_of(f"fairseq-{text.replace('{file}', file)}")
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        check_experts(command, world_size)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("fairseq-train DATA --user-dir fairseq_tutl", "--user-dir fairseq_tutl: .*no such folder"),
@@ -255,3 +231,18 @@ def test_configs_that_are_not_there(command_of, tmp_path):
             command_of(f"fairseq-hydra-train {words}")
     for words in ("--config-dir pkg://a --config-name b", "--config-path a --config-name b"):
         assert not command_of(f"fairseq-hydra-train {words}").config  # Hydra's to find
+
+
+def test_ranks_and_restarts_of_hydra_save_into_one_directory(tmp_path, programs):
+    """Which is relative; of a config that tells Hydra nothing."""
+    text = (ROOT / "configs" / "tiny_cpu.yaml").read_text()
+    (tmp_path / "own.yaml").write_text(text[text.index("common:") :])
+    words = f"fairseq-hydra-train --config-dir {tmp_path} --config-name own model.decoder_layers=2"
+    words += " task.dataset_size=200 checkpoint.save_dir=saved optimization.max_update="
+    for updates in (2, 4):
+        done = programs.run(f"{words}{updates}".split(), ranks=2, cwd=tmp_path, timeout=120)
+        assert done.status == 0, done.text[-3000:]
+    assert "(epoch 1 @ 2 updates)" in done.text
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert {f"checkpoint_last-{part}.pt" for part in ("shared", "rank-0", "rank-1")} <= names
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "own.yaml"}

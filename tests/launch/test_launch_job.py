@@ -1,148 +1,297 @@
-"""GPUs found, ranks placed, and the whole plan of a job on made-up machines."""
+"""GPUs found, ranks placed and bound, and the whole plan of a job, on made-up machines."""
 
 import os
 import re
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
-from launch_helpers import EIGHT_GPUS, as_torch_lists, make_machine, value_after, variables
+from launch_helpers import EIGHT_GPUS, TWO_SOCKETS, as_torch_lists, make_machine, variables
 
-from fairseq_tutel.launch import devices
+from fairseq_tutel.command_line import starters
+from fairseq_tutel.command_line.starters import Started, full_place, master_address, master_port
+from fairseq_tutel.launch import machine
+from fairseq_tutel.launch.cli import build_parser
 from fairseq_tutel.launch.commands import parse_command
-from fairseq_tutel.launch.devices import Gpu, visible_gpus
-from fairseq_tutel.launch.job import Job, Options, prepare_job
-from fairseq_tutel.launch.placement import Placement
+from fairseq_tutel.launch.job import prepare_job
+from fairseq_tutel.launch.machine import (
+    Gpu,
+    Topology,
+    ask_torch,
+    auto_bindings,
+    format_cpulist,
+    parse_cpulist,
+    visible_gpus,
+)
 
 PCIS = list(EIGHT_GPUS)
+GPUS = [Gpu(i, pci) for i, pci in enumerate(PCIS)]
+SOCKETS = {node: set(parse_cpulist(text)) for node, text in TWO_SOCKETS.items()}
+TRAIN = "python -m fairseq_cli.train data"
+TORCHRUN = variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 "
+    "MASTER_ADDR=n0 MASTER_PORT=29500"
+)
+# As SLURM 22.05 sets them for task 3 of `srun -N 2 --ntasks-per-node 2`.
+SRUN = variables(
+    "SLURM_JOB_ID=17 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 "
+    "SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 "
+    "SLURM_STEP_NODELIST=gpu[07-08]"
+)
+OPEN_MPI = variables(
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4"
+)
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+# an sbatch script: SLURM_PROCID without a step
+BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
-def srun_task(procid, tasks, node, local):
-    return variables(
-        "SLURM_JOB_ID=17 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[07-08] SLURM_STEP_NUM_NODES=2 "
-        f"SLURM_NNODES=2 MASTER_ADDR=localhost SLURM_PROCID={procid} SLURM_STEP_NUM_TASKS={tasks} "
-        f"SLURM_NODEID={node} SLURM_LOCALID={local}"
-    )
+def srun_task(rank, tasks, node, local):
+    task = f"SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS={tasks} SLURM_NODEID={node}"
+    return {**SRUN, **variables(f"{task} SLURM_LOCALID={local} MASTER_ADDR=localhost")}
 
 
 @pytest.fixture
-def node(tmp_path, monkeypatch):
+def root(tmp_path, monkeypatch):
     """A node with two sockets and 8 GPUs, and all of its 32 CPUs allowed."""
-    monkeypatch.setattr(devices, "ask_torch", as_torch_lists())
+    monkeypatch.setattr(machine, "ask_torch", as_torch_lists())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
     return str(make_machine(tmp_path / "root"))
 
 
-def plan(node, words, env=None, **options):
-    env = {"PATH": os.environ["PATH"], **(env or {})}
-    command = parse_command(words.split(), env["PATH"])
-    return prepare_job(Options(root=node, **options), command, env)
+@pytest.fixture
+def plan(root):
+    """Returns the job that words of the launcher and a command make."""
+
+    def make(words, env=None, options=""):
+        env = {"PATH": os.environ["PATH"], **(env or {})}
+        given = build_parser().parse_args([*options.split(), "--", *words.split()])
+        given.root = root
+        return prepare_job(given, parse_command(given.command[1:], env["PATH"]), env)
+
+    return make
 
 
-TRAIN = "python -m fairseq_cli.train data"
+def value_after(rank, flag):
+    return rank.argv[rank.argv.index(flag) + 1]
 
 
-def test_visible_gpus(tmp_path, monkeypatch):
-    assert devices.ask_torch({"PYTHONHOME": "/nowhere"}) == ""  # as where torch cannot start
-    monkeypatch.setattr(devices, "ask_torch", lambda env: f"noise\nGPU {PCIS[2]}\nGPU -\n")
-    root = make_machine(tmp_path)
+@pytest.mark.parametrize(
+    ("env", "want"),
+    [
+        (TORCHRUN, Started("torchrun", 5, 8, 1, 4, 1, 2)),
+        (SRUN, Started("srun", 3, 4, 1, 2, 1, 2)),
+        (OPEN_MPI, Started("mpirun", 5, 8, 1, 4, 1, 2)),
+        (HYDRA, Started("mpirun", 5, 8, 1, 4, 1, 2)),
+        # torch's variables alone mean one node
+        (variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"), Started("torchrun", 1, 2, 1, 2, 0, 1)),
+        ({}, None),
+        ({"LOCAL_RANK": "0", "PATH": "/bin"}, None),
+        (BATCH, None),
+        # the innermost: mpirun in a SLURM job starts its daemons with srun
+        ({**srun_task(1, 2, 1, 0), **OPEN_MPI}, Started("mpirun", 5, 8, 1, 4, 1, 2)),
+        ({**SRUN, **OPEN_MPI, **TORCHRUN}, Started("torchrun", 5, 8, 1, 4, 1, 2)),
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Started("srun", 3, 4, 1, 2, 1, 2)),
+        (variables("RANK=0 WORLD_SIZE=2"), "RANK=0 is set, but not all of: WORLD_SIZE, LOCAL_RANK"),
+        (variables("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "rank 2 is not below world_size 2"),
+        (variables("RANK=x WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='x' is not a number"),
+        ({**SRUN, "SLURM_NODEID": "5"}, "node_rank 5 is not below num_nodes 2"),
+        (variables("PMI_RANK=1 PMI_SIZE=2"), "PMI_RANK=1 is set, but not all of: PMI_SIZE, PMI_LO"),
+    ],
+)
+def test_the_place_that_each_starter_states(env, want):
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=re.escape(want)):
+            full_place(env)
+    else:
+        assert full_place(env) == want
+
+
+def test_where_ranks_meet(monkeypatch):
+    place, other = full_place(SRUN), {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    found = Mock(return_value=Mock(stdout="NodeName=gpu07 NodeAddr=127.0.0.1 Port=6818\n"))
+    monkeypatch.setattr(starters.subprocess, "run", found)
+    monkeypatch.setattr(starters.socket, "getaddrinfo", Mock(side_effect=OSError("unknown")))
+    assert master_address(place, SRUN) == "127.0.0.1"  # a host that no resolver knows
+    monkeypatch.setattr(starters.socket, "getaddrinfo", Mock())
+    assert master_address(place, SRUN) == "gpu07"
+    assert master_address(place, {**SRUN, "MASTER_ADDR": "x"}) == "x"
+    assert master_address(replace(place, node_rank=0, num_nodes=1), SRUN) == "127.0.0.1"
+    with pytest.raises(ValueError, match="2 nodes, but the host of rank 0 is unknown"):
+        master_address(full_place(OPEN_MPI), OPEN_MPI)
+    for text, host in (
+        *(("node1", "node1"), ("a,b", "a"), ("n[08-10],z", "n08"), ("r[1-2]n[0,3]", "r1n0")),
+        *(("gpu[001,003-004]-ib,login", "gpu001-ib"), ("host.domain.org", "host.domain.org")),
+    ):
+        assert starters.first_host(text) == host
+
+    assert master_port(place, {"MASTER_PORT": "1234"}, free=True) == 1234
+    with pytest.raises(ValueError, match="'99999999' is not a port"):
+        master_port(place, {"MASTER_PORT": "99999999"}, free=True)
+    # every rank of a job derives the same one, another step and another job another one
+    port = master_port(place, SRUN, free=False)
+    assert port == master_port(full_place(other), other, free=False) and 15000 <= port < 32000
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        assert port != master_port(place, {**SRUN, name: "18"}, free=False)
+    assert master_port(full_place(HYDRA), HYDRA, free=False) == starters.DEFAULT_PORT
+
+
+def test_topology(tmp_path):
+    found = Topology(make_machine(tmp_path), ())
+    assert {node: set(cpus) for node, cpus in found.numa_cpus.items()} == SOCKETS
+    assert found.cores([3, 19, 4]) == [[3, 19], [4]]
+    assert [found.node_of(gpu) for gpu in GPUS] == list(EIGHT_GPUS.values())
+    assert found.node_of(Gpu(0, "0000:ff:00.0")) is None
+    # without /sys what is allowed; one node takes minus one for itself
+    assert Topology(tmp_path / "bare", [3, 1]).numa_cpus == {0: [1, 3]}
+    one = Topology(make_machine(tmp_path / "one", {0: "0-3"}, {"0000:01:00.0": -1}, 0), ())
+    assert one.node_of(Gpu(0, "0000:01:00.0")) == 0
+    for text in ("", "0", "0-3", "0-3,8,10-11"):
+        assert format_cpulist(parse_cpulist(text)) == text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
+def test_ranks_on_the_cpu_split_the_cores_node_by_node(root, ranks):
+    bound = auto_bindings(Topology(root, ()), set(range(32)), [None] * ranks)
+    assert sorted(cpu for each in bound for cpu in each.cpus) == list(range(32))
+    assert [each.threads for each in bound] == [len(each.cpus) // 2 for each in bound]
+    assert max(each.threads for each in bound) - min(each.threads for each in bound) <= 1
+    # only one of the slices may lie on both sockets
+    on_both = [not any(set(each.cpus) <= cpus for cpus in SOCKETS.values()) for each in bound]
+    assert sum(on_both) == ranks % 2
+
+
+def test_ranks_with_gpus_share_the_cores_of_their_sockets(root):
+    topology, every = Topology(root, ()), set(range(32))
+    bound = auto_bindings(topology, every, GPUS)
+    for each in bound:
+        assert set(each.cpus) < SOCKETS[EIGHT_GPUS[each.gpu.pci_id]]
+        # 2 of the socket's 8 cores, each with both threads; one OpenMP thread per core
+        assert len(each.cpus) == 4 and each.threads == 2 == len({cpu % 16 for cpu in each.cpus})
+    assert sorted(cpu for each in bound for cpu in each.cpus) == list(range(32))
+    # a cpuset: two full cores on socket 0, two without siblings on socket 1
+    bound = auto_bindings(topology, {2, 3, 18, 19, 12, 13}, [GPUS[0], GPUS[2]])
+    assert [(each.cpus, each.threads) for each in bound] == [([2, 3, 18, 19], 2), ([12, 13], 2)]
+    bound = auto_bindings(topology, set(range(8)), [GPUS[0], GPUS[2]])  # not the second's socket
+    assert bound[0].cpus == list(range(8)) and set(bound[1].cpus) <= set(range(8))
+    assert "no allowed core in the GPU's NUMA node, 1" in str(bound[1])
+    bound = auto_bindings(topology, {0, 16, 1}, GPUS[:2] + GPUS[4:6])  # more ranks than cores
+    assert all((each.cpus, each.threads) == ([0, 1, 16], 1) for each in bound)
+    bound = auto_bindings(topology, every, [Gpu(0, None), Gpu(1, None)])
+    assert [set(each.cpus) for each in bound] == list(SOCKETS.values())
+
+
+def test_visible_gpus(root, plan, tmp_path, monkeypatch):
+    assert ask_torch({"PYTHONHOME": "/nowhere"}) == ""  # as where torch cannot start
+    monkeypatch.setattr(machine, "ask_torch", lambda env: f"noise\nGPU {PCIS[2]}\nGPU -\n")
     assert visible_gpus({}, root) == [Gpu(0, PCIS[2]), Gpu(1, None)]
     for hidden in ("", "-1"):
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": hidden}, root) == []
     assert visible_gpus({}, tmp_path / "elsewhere") == []
     # what is not used is not passed over in silence
-    monkeypatch.setattr(devices, "ask_torch", lambda env: "")
-    assert "torch lists no GPU" in plan(str(root), "true").summary
-    assert "CUDA_VISIBLE_DEVICES" not in plan(str(root), "true").ranks[0].env
-    assert "warning" not in plan(str(root), "true", {"CUDA_VISIBLE_DEVICES": ""}).summary
+    monkeypatch.setattr(machine, "ask_torch", lambda env: "")
+    assert "torch lists no GPU" in plan("true").summary
+    assert "CUDA_VISIBLE_DEVICES" not in plan("true").ranks[0].env
+    assert "warning" not in plan("true", {"CUDA_VISIBLE_DEVICES": ""}).summary
 
 
-def test_auto_starts_one_rank_per_gpu(node):
-    job = plan(node, TRAIN)
-    assert [rank.rank for rank in job.ranks] == list(range(8))
+def test_auto_starts_one_rank_per_gpu(plan):
+    job = plan(TRAIN)
+    assert [rank.env["RANK"] for rank in job.ranks] == [str(i) for i in range(8)]
     for i, rank in enumerate(job.ranks):
-        assert value_after(rank.argv, "--device-id") == str(i) == rank.env["LOCAL_RANK"]
-        assert value_after(rank.argv, "--distributed-backend") == "nccl"
+        assert value_after(rank, "--device-id") == str(i) == rank.env["LOCAL_RANK"]
+        assert value_after(rank, "--distributed-backend") == "nccl" and rank.holds_requests
         assert rank.env["OMP_NUM_THREADS"] == "2" and rank.env["WORLD_SIZE"] == "8"
     assert {rank.env["MASTER_PORT"] for rank in job.ranks} == {job.ranks[0].env["MASTER_PORT"]}
-    assert "8 ranks on 1 node (started by launcher), nccl on GPUs" in job.summary
-    assert job.summary.count("\n") == 10  # a header, the table's two and 8 ranks
+    head, *lines = job.summary.splitlines()
+    assert head.startswith("8 ranks on 1 node (started by launcher), nccl on GPUs, MASTER_ADDR=")
+    assert lines[0] == f"  local rank 0: GPU 0 ({PCIS[0]}), auto cores=0-1,16-17, 2 threads"
     # or as many as the command says, or none on GPUs
-    assert len(plan(node, TRAIN + " --distributed-world-size 4").ranks) == 4
-    job = plan(node, TRAIN + " --cpu", nproc_per_node=16)
+    assert len(plan(TRAIN + " --distributed-world-size 4").ranks) == 4
+    job = plan(TRAIN + " --cpu", options="--nproc-per-node 16")
     assert all(rank.env["CUDA_VISIBLE_DEVICES"] == "" for rank in job.ranks)
+    assert plan("python -m fairseq_cli.hydra_train task.data=d").ranks[0].holds_requests
+    for words in ("python -m fairseq_cli.eval_lm d", "python script.py"):
+        assert not plan(words).ranks[0].holds_requests, words
 
 
-def test_what_ranks_find_in_their_environment(node):
-    cpu, one = TRAIN + " --cpu", {"nproc_per_node": 1}
+def test_what_ranks_find_in_their_environment(plan):
+    cpu, one = TRAIN + " --cpu", "--nproc-per-node 1"
     ordered, pages = "NCCL_LAUNCH_ORDER_IMPLICIT", "THP_MEM_ALLOC_ENABLE"
     for words, options, name, want in (
-        (TRAIN, {}, ordered, "1"),  # communicators of one GPU are ordered
+        (TRAIN, "", ordered, "1"),  # communicators of one GPU are ordered
         (TRAIN, one, ordered, None),
-        (cpu, {"nproc_per_node": 2}, ordered, None),
-        (cpu, {}, pages, "1"),  # huge pages for ranks on the CPU
-        (TRAIN, {}, pages, None),
-        (TRAIN, {}, "CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
-        (TRAIN, {"nccl_profile": "ib-adaptive-routing"}, "NCCL_IB_ADAPTIVE_ROUTING", "1"),
-        (TRAIN, {"nccl_profile": "zero-sm"}, "NCCL_CTA_POLICY", "2"),
-        (TRAIN, {"nccl_profile": "zero-sm"}, "FAIRSEQ_TUTEL_NCCL_PROFILE", "zero-sm"),
-        (TRAIN, {}, "OMP_NUM_THREADS", "2"),
-        (TRAIN, {}, "MASTER_ADDR", "127.0.0.1"),
+        (cpu, "--nproc-per-node 2", ordered, None),
+        (cpu, "", pages, "1"),  # huge pages for ranks on the CPU
+        (TRAIN, "", pages, None),
+        (TRAIN, "", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        (TRAIN, "--nccl-profile ib-adaptive-routing", "NCCL_IB_ADAPTIVE_ROUTING", "1"),
+        (TRAIN, "--nccl-profile zero-sm", "NCCL_CTA_POLICY", "2"),
+        (TRAIN, "--nccl-profile zero-sm", "FAIRSEQ_TUTEL_NCCL_PROFILE", "zero-sm"),
+        (TRAIN, "", "OMP_NUM_THREADS", "2"),
+        (TRAIN, "", "MASTER_ADDR", "127.0.0.1"),
         # for the record
-        (TRAIN, {}, "FAIRSEQ_TUTEL_BIND", "auto cores=0-1,16-17"),
-        (TRAIN, {"bind": "none"}, "FAIRSEQ_TUTEL_BIND", "none"),
-        (TRAIN, {"bind": "none"}, "OMP_NUM_THREADS", "2"),
+        (TRAIN, "", "FAIRSEQ_TUTEL_BIND", "auto cores=0-1,16-17"),
+        (TRAIN, "--bind none", "FAIRSEQ_TUTEL_BIND", "none"),
+        (TRAIN, "--bind none", "OMP_NUM_THREADS", "2"),
     ):
-        assert plan(node, words, **options).ranks[0].env.get(name) == want, (words, name)
+        assert plan(words, options=options).ranks[0].env.get(name) == want, (words, name)
         if want and not name.startswith("FAIRSEQ"):
-            assert plan(node, words, {name: "7"}, **options).ranks[0].env[name] == "7"
-    assert plan(node, TRAIN, {"OMP_NUM_THREADS": "7"}).summary.count(" 7\n") == 7
-    port = plan(node, TRAIN + " --distributed-port 1111").ranks[0].env["MASTER_PORT"]
-    assert port == "1111"
+            assert plan(words, {name: "7"}, options).ranks[0].env[name] == "7"
+    assert plan(TRAIN, {"OMP_NUM_THREADS": "7"}).summary.count(" 7 threads") == 8
+    assert plan(TRAIN + " --distributed-port 1111").ranks[0].env["MASTER_PORT"] == "1111"
 
 
-def test_generate_sees_only_its_gpu(node):
-    ranks = plan(node, "python -m fairseq_cli.generate data --path m", nproc_per_node=2).ranks
-    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["0", "1"]
-    assert all("--distributed-init-method" not in rank.argv for rank in ranks)
-    env = {"CUDA_VISIBLE_DEVICES": "6,3"}
-    ranks = plan(node, "python -m fairseq_cli.generate data", env, nproc_per_node=2).ranks
-    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["6", "3"]
+def test_generate_sees_only_its_gpu(plan):
+    words = "python -m fairseq_cli.generate data --path m"
+    for env, seen in (({}, ["0", "1"]), ({"CUDA_VISIBLE_DEVICES": "6,3"}, ["6", "3"])):
+        ranks = plan(words, env, "--nproc-per-node 2").ranks
+        assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == seen
+        assert all("--distributed-init-method" not in rank.argv for rank in ranks)
 
 
-def test_adopted_ranks_of_srun(node, monkeypatch):
-    job = plan(node, TRAIN, srun_task(13, 16, 1, 5))
+def test_tasks_of_srun(plan, monkeypatch):
+    job = plan(TRAIN, srun_task(13, 16, 1, 5))
     (rank,) = job.ranks
-    assert job.placement.adopted and rank.rank == 13
-    assert value_after(rank.argv, "--distributed-rank") == "13"
-    assert value_after(rank.argv, "--device-id") == "5"
-    assert len(rank.binding.cpus) == 4 and rank.env["MASTER_ADDR"] == "localhost"
-    # srun --gpus-per-task=1: every rank finds one GPU, its own, as number 0
-    monkeypatch.setattr(devices, "ask_torch", as_torch_lists([PCIS[6]]))
-    (rank,) = plan(node, TRAIN, srun_task(6, 16, 0, 6)).ranks
-    assert value_after(rank.argv, "--device-id") == "0"
-    assert value_after(rank.argv, "--distributed-rank") == "6"
-    # all eight could be on its socket
-    assert rank.binding.cpus == (14, 30)
-
-
-def test_one_task_per_node_starts_that_nodes_ranks(node):
-    job = plan(node, TRAIN, srun_task(1, 2, 1, 0))
-    assert not job.placement.adopted and job.placement.source == "srun"
-    assert [rank.rank for rank in job.ranks] == list(range(8, 16))
-    other = plan(node, TRAIN, srun_task(0, 2, 0, 0))
+    assert job.adopted and rank.env["RANK"] == "13" == value_after(rank, "--distributed-rank")
+    assert value_after(rank, "--device-id") == "5"
+    assert len(rank.cpus) == 4 and rank.env["MASTER_ADDR"] == "localhost"
+    # one task per node starts that node's ranks
+    job, other = (plan(TRAIN, srun_task(node, 2, node, 0)) for node in (1, 0))
+    assert not job.adopted and job.place == Started("srun", 8, 16, 0, 8, 1, 2)
+    assert [rank.env["RANK"] for rank in job.ranks] == [str(i) for i in range(8, 16)]
     assert job.ranks[0].env["MASTER_PORT"] == other.ranks[0].env["MASTER_PORT"]
+    # srun --gpus-per-task=1: every rank finds one GPU, its own, as number 0
+    monkeypatch.setattr(machine, "ask_torch", as_torch_lists([PCIS[6]]))
+    (rank,) = plan(TRAIN, srun_task(6, 16, 0, 6)).ranks
+    assert (value_after(rank, "--device-id"), rank.env["RANK"]) == ("0", "6")
+    assert rank.cpus == [14, 30]  # all eight could be on its socket
+    monkeypatch.setattr(machine, "ask_torch", as_torch_lists())
+    # a starter's binding stands
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {8, 9, 24, 25})
+    (rank,) = plan(TRAIN, srun_task(2, 16, 0, 2)).ranks
+    assert rank.cpus == [8, 9, 24, 25] and rank.env["OMP_NUM_THREADS"] == "2"
+    # mpirun binds to sockets by default: 4 of the 8 ranks share these 8 cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: SOCKETS[0])
+    env = {"RANK": "0", "SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "8"}
+    (rank,) = plan(TRAIN, {f"OMPI_COMM_WORLD_{k}": v for k, v in env.items()}).ranks
+    assert rank.env["OMP_NUM_THREADS"] == "2" and rank.env["FAIRSEQ_TUTEL_BIND"] == (
+        "mpirun's cores=0-7,16-23"
+    )
 
 
-def test_cores_that_the_user_gives(node, monkeypatch):
+def test_cores_that_the_user_gives(plan, monkeypatch):
     """Each local rank has its own list; a rank of srun checks only its own."""
-    job = plan(node, TRAIN, nproc_per_node=2, bind="0-3,16-19:8")
-    assert [rank.binding.cpus for rank in job.ranks] == [(*range(4), *range(16, 20)), (8,)]
+    job = plan(TRAIN, options="--nproc-per-node 2 --bind 0-3,16-19:8")
+    assert [rank.cpus for rank in job.ranks] == [[*range(4), *range(16, 20)], [8]]
     assert [rank.env["OMP_NUM_THREADS"] for rank in job.ranks] == ["4", "1"]  # one per core
     assert job.ranks[0].env["FAIRSEQ_TUTEL_BIND"] == "given cores=0-3,16-19"
     with monkeypatch.context() as bound:
         bound.setattr(os, "sched_getaffinity", lambda pid: {8, 9})
         sets = ":".join(["0-1"] * 5 + ["8-9"] * 3)
-        (rank,) = plan(node, TRAIN, srun_task(13, 16, 1, 5), bind=sets).ranks
-        assert rank.binding.cpus == (8, 9)
+        (rank,) = plan(TRAIN, srun_task(13, 16, 1, 5), f"--bind {sets}").ranks
+        assert rank.cpus == [8, 9]
     for sets, message in (
         ("0-3", "--bind 0-3: give a CPU list to each of 2 local ranks"),
         ("0:1:2", "--bind 0:1:2: give a CPU list"),
@@ -151,65 +300,25 @@ def test_cores_that_the_user_gives(node, monkeypatch):
         ("0:30-33", "local rank 1 cannot use CPU 32-33; the launcher may use 0-31"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            plan(node, TRAIN, nproc_per_node=2, bind=sets)
+            plan(TRAIN, options=f"--nproc-per-node 2 --bind {sets}")
 
 
-def test_a_starters_binding_stands(node, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {8, 9, 24, 25})
-    (rank,) = plan(node, TRAIN, srun_task(2, 16, 0, 2)).ranks
-    assert rank.binding.cpus == (8, 9, 24, 25) and rank.binding.threads == 2
-    assert rank.binding.note == "bound by srun"
-    # mpirun binds to sockets by default: 4 of the 8 ranks share these 8 cores
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)) | set(range(16, 24)))
-    env = {"RANK": "0", "SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "8"}
-    (rank,) = plan(node, TRAIN, {f"OMPI_COMM_WORLD_{k}": v for k, v in env.items()}).ranks
-    assert rank.env["OMP_NUM_THREADS"] == "2"
-
-
-BATCH = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
 VISIBLE = {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 @pytest.mark.parametrize(
-    "env, options, message",
+    ("env", "options", "message"),
     [
-        (BATCH, {}, "the SLURM job has 2 nodes, but this is no task of a step"),
-        ({}, {"nnodes": 2}, "--nnodes 2 needs --node-rank"),
-        ({}, {"node_rank": 1}, "--node-rank 1 is not below --nnodes 1"),
-        ({}, {"nnodes": 2, "node_rank": 1, "nproc_per_node": 1}, "host of rank 0 is unknown"),
-        (srun_task(1, 4, 0, 1), {"nnodes": 3}, "--nnodes 3 contradicts srun, which states 2"),
-        (srun_task(1, 4, 0, 1), {"nproc_per_node": 4}, "--nproc-per-node 4 contradicts srun"),
-        ({}, {"nproc_per_node": 9}, "9 ranks on this node but 8 visible GPUs: start fewer"),
-        (VISIBLE, {"nproc_per_node": 4}, "4 ranks .* 2 visible .*CUDA_VISIBLE_DEVICES=0,1"),
+        (BATCH, "", "the SLURM job has 2 nodes, but this is no task of a step"),
+        ({}, "--nnodes 2", "--nnodes 2 needs --node-rank"),
+        ({}, "--node-rank 1", "launcher: rank 8 is not below world_size 8"),
+        ({}, "--nnodes 2 --node-rank 1 --nproc-per-node 1", "host of rank 0 is unknown"),
+        (srun_task(1, 4, 0, 1), "--nnodes 3", "--nnodes 3 contradicts srun, which states 2"),
+        (srun_task(1, 4, 0, 1), "--nproc-per-node 4", "--nproc-per-node 4 contradicts srun"),
+        ({}, "--nproc-per-node 9", "9 ranks on this node but 8 visible GPUs: start fewer"),
+        (VISIBLE, "--nproc-per-node 4", "4 ranks .* 2 visible .*CUDA_VISIBLE_DEVICES=0,1"),
     ],
 )
-def test_refused(node, env, options, message):
+def test_refused(plan, env, options, message):
     with pytest.raises(ValueError, match=message):
-        plan(node, TRAIN, env, **options)
-
-
-@pytest.mark.parametrize(
-    "source, adopted, world, local, nodes, talks",
-    [
-        ("launcher", False, 4, 2, 2, True),
-        ("srun", True, 2, 1, 2, True),
-        ("srun", True, 4, 2, 2, False),
-        ("mpirun", True, 3, 1, 3, False),
-        ("torchrun", True, 2, 1, 2, False),
-    ],
-)
-def test_which_nodes_compare_notes(source, adopted, world, local, nodes, talks):
-    placement = Placement(source, adopted, 0, world, 0, local, 0, nodes)
-    ranks = [None] * (1 if adopted else local)
-    job = Job(placement, parse_command(["fairseq-train"]), ranks, "", cpu=True)
-    assert (job.report() is not None) == talks
-
-
-def test_a_request_to_save_waits_for_ranks_that_will_take_it(node):
-    for words, holds in (
-        ("python -m fairseq_cli.hydra_train task.data=d", True),
-        (TRAIN, True),
-        ("python -m fairseq_cli.eval_lm d", False),
-        ("python script.py", False),
-    ):
-        assert plan(node, words, nproc_per_node=1).trains == holds, words
+        plan(TRAIN, env, options)

@@ -2,15 +2,14 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 
 import pytest
 from helpers.programs import ROOT as REPOSITORY
-from launch_helpers import executable, variables, wait_for
+from launch_helpers import executable, variables
 
-from fairseq_tutel.launch import EXIT_REQUEUE
+from fairseq_tutel.command_line import EXIT_REQUEUE
 
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
 OUTSIDE = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
@@ -21,10 +20,15 @@ def slurm(tmp_path):
     """Environment of a batch script of job 17 on 2 nodes; calls go to the file named after them."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    # srun's exit code is in the file `code`; with the file `hold` it waits for SIGUSR1
+    # srun's exit code is in the file `code`. With the file `hold` it is a rank whose number the
+    # launcher has noted: it waits for SIGUSR1, and perhaps has the batch script get it.
     srun = (
+        "if [ -e $T/hold ]; then\n"
         'trap "echo usr1 >> $T/signals; exit 85" USR1\n'
-        "while [ -e $T/hold ]; do touch $T/up; sleep 0.02; done\nexit $(cat $T/code)"
+        "mkdir $FAIRSEQ_TUTEL_FOLDER/pids; touch $FAIRSEQ_TUTEL_FOLDER/pids/$$\n"
+        "[ ! -e $FAIRSEQ_TUTEL_FOLDER/requested ] || kill -USR1 $$\n"
+        "[ $(cat $T/hold) = late ] && kill -USR1 $PPID\n"
+        "while :; do sleep 0.02; done; fi\nexit $(cat $T/code)"
     )
     for name, action in (("srun", srun), ("scontrol", "exit 0"), ("sbatch", "exit 0")):
         notes = f'T={tmp_path}\nprintf "%s\\n" "$@" > $T/{name}.words'
@@ -78,40 +82,17 @@ def test_train_requeues_on_code_85_and_gives_up_in_the_end(tmp_path, slurm):
     assert words_of(tmp_path, "scontrol") is None
 
 
-def test_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm):
-    (tmp_path / "hold").touch()
-    command = ["bash", str(SCRIPTS / "train.sbatch"), "fairseq-train"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=slurm, cwd=REPOSITORY, **pipes)
-    wait_for((tmp_path / "up").exists)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_signal_is_passed_on_and_leads_to_a_requeue(tmp_path, slurm, when):
+    """Also one that comes before there are ranks."""
+    (tmp_path / "hold").write_text(when)
+    (tmp_path / "setup.sh").write_text("kill -USR1 $$\n" if when == "early" else "")
+    env = {**slurm, "ENV_SETUP": str(tmp_path / "setup.sh"), "TMPDIR": str(tmp_path)}
+    done = run("train.sbatch", "fairseq-train", env=env)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "signals").read_text() == "usr1\n"
     assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
-
-
-def test_a_signal_before_there_are_ranks_is_kept_for_them(tmp_path, slurm):
-    (tmp_path / "hold").touch()
-    (tmp_path / "setup.sh").write_text("kill -USR1 $$\n")
-    env = {**slurm, "ENV_SETUP": str(tmp_path / "setup.sh")}
-    assert run("train.sbatch", "fairseq-train", env=env).returncode == 0
-    assert (tmp_path / "signals").read_text() == "usr1\n"
-    assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
-
-
-def test_a_signal_that_a_starting_launcher_may_lose_is_repeated(tmp_path, slurm):
-    executable(tmp_path / "bin" / "sleep", "#!/bin/sh\nexec /bin/sleep 0.05\n")
-    hears_the_third = "n=0; trap 'n=$((n + 1)); echo usr1 >> $T/signals; ((n < 3)) || exit 85' USR1"
-    (tmp_path / "bin" / "srun").write_text(
-        f"#!/bin/bash\nT={tmp_path}\n{hears_the_third}\nwhile :; do sleep 1; done\n"
-    )
-    (tmp_path / "setup.sh").write_text("kill -USR1 $$\n")
-    env = {**slurm, "ENV_SETUP": str(tmp_path / "setup.sh")}
-    assert run("train.sbatch", "fairseq-train", env=env).returncode == 0
-    # at least three: another one may come before the shell ends
-    assert (tmp_path / "signals").read_text().startswith(3 * "usr1\n")
-    assert words_of(tmp_path, "scontrol") == ["requeue", "17"]
+    assert not list(tmp_path.glob("tmp.*"))
 
 
 ARGPARSE = ["fairseq-train", "d", "--save-dir", "{save}", "--restore-file", "old.pt",

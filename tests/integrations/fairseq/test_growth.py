@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -240,17 +241,22 @@ def test_growth_that_cannot_be_is_refused_before_the_first_update(
     layer = SimpleNamespace(experts=SimpleNamespace(hidden_dim=24))
     groups = ExpertParallelGroups(**{"num_experts": 4, **sizes})
     model = SimpleNamespace(moe_groups=groups, moe_layers={1: layer})
-    launched = "needs a launcher that restarts the ranks: python -m fairseq_tutel.launch"
-    for environment, words in (("", launched), ("1", message)):
-        monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", environment)
-        if not environment and "moe_tune_file" in options:
+    started = "needs fairseq-train, and ranks of python -m fairseq_tutel.launch or torchrun"
+    for method, words in (("tcp://h:1", started), ("env://", message)):
+        cfg.distributed_training.distributed_world_size = 2
+        cfg.distributed_training.distributed_init_method = method
+        if method != "env://" and "moe_tune_file" in options:
             continue
         with pytest.raises(ValueError, match=f"--moe-grow-at 300:8.*{words}"):
+            RunGrowth(cfg, model)
+    cfg.distributed_training.distributed_world_size = 1
+    monkeypatch.setattr(sys, "argv", ["fairseq-hydra-train"])
+    if "moe_tune_file" not in options:
+        with pytest.raises(ValueError, match=started):
             RunGrowth(cfg, model)
 
 
 def test_the_memory_of_the_model_to_come_is_checked_before_the_first_update(monkeypatch):
-    monkeypatch.setenv("FAIRSEQ_TUTEL_RESTARTS", "1")
     eight = make_trainer(make_config("--moe-expert-count", "8")).memory_of_step()
     cfg = make_config("--moe-grow-at", "300:8", "--moe-expert-count", "4")
     cfg.checkpoint.no_save = False

@@ -17,7 +17,7 @@ from helpers.programs import requeued_in
 from helpers.sets import member, names_in
 from helpers.training import make_batch, make_config, make_trainer
 
-from fairseq_tutel.command_line import EXIT_GROWN, EXIT_REQUEUE
+from fairseq_tutel.command_line import EXIT_REQUEUE
 from fairseq_tutel.distributed import process_world
 
 UPDATES_PER_EPOCH, MAX_UPDATE = 6, 15  # 16 blocks, 3 to a batch
@@ -122,9 +122,9 @@ def test_a_signal_that_the_launcher_has_held_back(programs, tmp_path):
     assert saved["optimizer_history"][-1]["num_updates"] == 1
 
 
-def _leave_together():
+def _leave_together(folder):
     """One update per round on each of two ranks; SIGUSR1 comes to the second before the third, as
-    both are about to leave with more experts."""
+    both are about to begin again with more experts."""
     rank, _ = process_world()
     trainer = make_trainer(make_config("--moe-expert-count", "2"))
     trainer.requeue.watched, trainer.save_last = True, str
@@ -134,30 +134,53 @@ def _leave_together():
         counts[-1] += 1
         return reduced(*args, **kwargs)
 
-    asked, codes = [], []
+    asked, ends = [], []
     torch.distributed.all_reduce = counting
     for update in range(4):
         if update == 2:
-            codes += [_code_of_growing(trainer)]
+            ends += [_end_of_growing(trainer)]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the new process does
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            codes += [_code_of_growing(trainer)]
+            ends += [_end_of_growing(trainer)]
+            os.environ["FAIRSEQ_TUTEL_LAUNCHER"] = folder  # which then has the code
+            ends += [_end_of_growing(trainer)]
         counts.append(0)
         trainer.train_step([make_batch(update + rank)])
         within = counts[-1]
         asked.append(trainer.requeue.made_on_any_rank())
         assert counts[-1] == within  # the question costs no message of its own
-    return asked, codes
+    return asked, ends
 
 
-def _code_of_growing(trainer):
+def _end_of_growing(trainer):
+    """The exit code; or the new process's variables, and whether a request waits for it."""
+
+    def execute(program, words, env):
+        assert words == [sys.executable, *sys.orig_argv[1:]] and program == sys.executable
+        files = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+        assert not [file for file in files if os.path.exists(f"/proc/self/fd/{file}")
+                    and os.get_inheritable(file)]  # fmt: skip
+        held = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        env = {key: value for key, value in env.items() if os.environ.get(key) != value}
+        raise SystemExit((env, held))
+
     growth = SimpleNamespace(is_due=lambda update: True, grow=lambda path: None)
-    with mock.patch.object(trainer, "growth", growth), pytest.raises(SystemExit) as left:
+    with (
+        mock.patch.object(trainer, "growth", growth),
+        mock.patch("os.execve", execute), mock.patch("time.sleep"),
+        mock.patch("atexit._run_exitfuncs"), mock.patch("atexit.unregister"),
+        pytest.raises(SystemExit) as left,
+    ):  # fmt: skip
         trainer.leave()
     return left.value.code
 
 
-def test_ranks_learn_of_a_signal_with_the_statistics_of_the_update():
-    """And, where they leave with more experts, of one that came since."""
-    want = [False, False, True, True], [EXIT_GROWN, EXIT_REQUEUE]
-    assert run_ranks(_leave_together, 2) == [want] * 2
+def test_ranks_learn_of_a_signal_with_the_statistics_of_the_update(tmp_path):
+    """And, where they begin again with more experts, of one that came since."""
+    found = run_ranks(_leave_together, 2, str(tmp_path))
+    assert len({ends[0][0].pop("MASTER_PORT") for _, ends in found}) == 1
+    env = {"FAIRSEQ_TUTEL_GOES_ON": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert [ends for _, ends in found] == [[(env, True), EXIT_REQUEUE, 0]] * 2
+    assert [asked for asked, _ in found] == [[False, False, True, True]] * 2
+    assert (tmp_path / "outcome").read_text() == str(EXIT_REQUEUE)

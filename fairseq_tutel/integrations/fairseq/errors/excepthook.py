@@ -45,7 +45,8 @@ def install() -> None:
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     if (
         threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        # the launcher's ranks begin with the default, and are ended without a traceback
+        and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL)
     ):
         signal.signal(signal.SIGINT, _interrupt)
 

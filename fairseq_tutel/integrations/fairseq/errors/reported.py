@@ -3,12 +3,12 @@
 import hashlib
 import os
 
-from ....command_line import REPORTED
+from ....command_line import LAUNCHER
 
 
 def is_first_to_report(text: str) -> bool:
     """Return whether no other rank of this launcher has printed the same error."""
-    folder = os.environ.get(REPORTED)
+    folder = os.environ.get(LAUNCHER)
     if not folder:
         return True
     try:

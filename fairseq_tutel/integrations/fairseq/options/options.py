@@ -68,7 +68,7 @@ class MoEOptions(
         at_least(0),
     )
     moe_grow_at: Optional[str] = _size(
-        None, "UPDATE:E: continue with E experts after that update; needs the launcher"
+        None, "UPDATE:E: continue with E experts after that update; not with Hydra"
     )
     moe_expert_ffn_dim: Optional[int] = _size(
         None,

@@ -1,8 +1,8 @@
 """``--moe-grow-at``: a run gets more experts, and keeps the history of its set.
 
 After the update the run saves its last checkpoint. Rank 0 replaces it by the grown set in one step.
-All ranks leave with an exit code that makes the launcher restart them, and :func:`follow_set`
-builds the model for the set that is found. A run that was killed before grows at once.
+All ranks begin again (requeue.py), and :func:`follow_set` has the model built for the set that is
+found. A run that was killed before grows at once.
 """
 
 import logging
@@ -17,13 +17,21 @@ from omegaconf import open_dict
 from ....checkpoint import read_set, set_exists
 from ....checkpoint.growth import grow
 from ....checkpoint.state import GROWTH
-from ....command_line import RESTARTS
+from ....command_line import GOES_ON
 from ....config import GrowAt, exchange_size
 from ....distributed import possible_r, slice_size
 from ....moe.memory import StepMemory
 from ....training import all_ranks
+from ..programs import program
 
 logger = logging.getLogger(__name__)
+# options of the start, for a run that goes on
+_FROM_LAST = {
+    "restore_file": "checkpoint_last.pt",
+    "finetune_from_model": None,
+    **dict.fromkeys(("reset_dataloader", "reset_lr_scheduler", "reset_meters"), False),
+    "reset_optimizer": False,
+}
 
 
 class RunGrowth:
@@ -73,6 +81,9 @@ def follow_set(cfg: Any) -> None:
     grow_at = GrowAt.of(getattr(cfg.model, "moe_grow_at", None))
     if grow_at is None:
         return
+    if os.environ.get(GOES_ON):
+        with open_dict(cfg):
+            cfg.checkpoint.update(_FROM_LAST)
     path = cfg.checkpoint.restore_file
     if path == "checkpoint_last.pt":
         path = os.path.join(cfg.checkpoint.save_dir, path)
@@ -97,11 +108,13 @@ def _check(cfg: Any, model: torch.nn.Module, grow_at: GrowAt) -> None:
         raise ValueError(f"{flag} goes on from a checkpoint, but this run saves none")
     if cfg.model.moe_tune_file is not None:
         raise ValueError(f"{flag} changes the sizes that --moe-tune-file is for: leave out one")
-    if os.environ.get(RESTARTS) != "1":
+    started, method = cfg.distributed_training, cfg.distributed_training.distributed_init_method
+    alone = started.distributed_world_size == 1
+    # Hydra builds the model with the experts of its config, whatever the set has by now
+    if program() == "fairseq-hydra-train" or not alone and method != "env://":
         raise ValueError(
-            f"{flag} needs a launcher that restarts the ranks: python -m fairseq_tutel.launch -- "
-            "fairseq-train ... (not fairseq-hydra-train, torchrun, mpirun); or stop the run and "
-            "use python -m fairseq_tutel.checkpoint grow"
+            f"{flag} needs fairseq-train, and ranks of python -m fairseq_tutel.launch or torchrun; "
+            "or stop the run and use python -m fairseq_tutel.checkpoint grow"
         )
     if grow_at.num_experts < groups.num_experts:
         raise ValueError(f"{flag} must make more experts, but there are {groups.num_experts}")

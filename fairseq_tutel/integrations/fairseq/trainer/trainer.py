@@ -22,7 +22,7 @@ from . import parallel
 from .checkpointing import CheckpointMixin
 from .growth import RunGrowth
 from .memory import MemoryMixin
-from .requeue import RequeueRequest, leave
+from .requeue import RequeueRequest, begin_again, leave
 from .run_logs import ExchangeLog, ExpertLoadLog
 from .sets import changed
 
@@ -136,13 +136,13 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         return self.requeue.made_on_any_rank() or self.growth.is_due(self.get_num_updates())
 
     def leave(self):
-        """Save the last checkpoint, grown if that is due, and end the process. Collective."""
+        """Save the last checkpoint and end the process, or begin again with more experts."""
         path = self.save_last(self._epoch_itr)
-        grows = self.growth.is_due(self.get_num_updates())
-        if grows:
+        if self.growth.is_due(self.get_num_updates()):
             self.growth.grow(path)
-        # a request may have come while the set was written
-        leave(path, grown=grows and not self.requeue.made_meanwhile())
+            if not self.requeue.made_meanwhile():  # while the set was written
+                begin_again(path)
+        leave(path)
 
     def _train_step(self, samples, raise_oom):
         # At the end of an epoch, empty batches fill up a rank's share of an update; each costs a

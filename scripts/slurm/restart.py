@@ -1,6 +1,6 @@
-"""Rewrite the command of a job that was queued again (scripts/slurm/train.sbatch).
+"""Rewrite the command of a job that was queued again (train.sbatch).
 
-``python -m fairseq_tutel.launch.restart COMMAND ...`` writes the words of COMMAND, each followed by
+``python scripts/slurm/restart.py COMMAND ...`` writes the words of COMMAND, each followed by
 a NUL. If its last checkpoint exists, the options that choose another start are left out.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_line import EXIT_USAGE, flag_value
-from .hydra import find_config, override_name, with_overrides
+from fairseq_tutel.command_line import EXIT_USAGE, flag_value
+from fairseq_tutel.launch.commands import find_config, override_name, with_overrides
 
 _SAVE_DIR = "checkpoints"  # fairseq's default
 # options that choose a start, with fairseq's defaults
@@ -30,7 +30,7 @@ def _in_file(words: Sequence[str], key: str) -> Any:
     _, config = find_config(words)
     if not config:
         return None
-    from omegaconf import OmegaConf  # it is where fairseq is, and the launcher does without
+    from omegaconf import OmegaConf  # it is where fairseq is
     from omegaconf.errors import OmegaConfBaseException
 
     try:
