@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import re
+import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -78,6 +80,7 @@ class Started:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
+    adopted: bool = True  # False: the first of ranks that are still to be started
 
     def __post_init__(self):
         for index, count in (("rank", "world_size"), ("node_rank", "num_nodes")):
@@ -151,18 +154,25 @@ def master_address(place: Started, env: Mapping[str, str]) -> str:
     return host
 
 
-def master_port(place: Started, env: Mapping[str, str], free: bool) -> int:
-    """Return the port on the host of rank 0: MASTER_PORT, or one from the job's id.
-
-    ``free``: this process starts all ranks of its node, and alone may choose a free port.
-    """
+def master_port(place: Started, env: Mapping[str, str]) -> int:
+    """Return the port on the host of rank 0: MASTER_PORT, a free one, or one from the job's id."""
     if text := env.get("MASTER_PORT"):
         if not text.isdigit() or not 0 < int(text) < 65536:
             raise ValueError(f"MASTER_PORT={text!r} is not a port number")
         return int(text)
-    if free and place.num_nodes == 1:
+    if place.num_nodes == 1 and not place.adopted:  # one launcher starts every rank
         with socket.create_server(("127.0.0.1", 0)) as probe:
             return probe.getsockname()[1]
     job = "\n".join(f"{name}={env[name]}" for name in _JOB_VARIABLES if env.get(name))
     digest = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big")
     return _PORTS[digest % len(_PORTS)] if job else DEFAULT_PORT
+
+
+def end_step(env: Mapping[str, str]) -> None:
+    """End the ranks on all nodes of an srun, which would let them wait for the one that died."""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
+    alone = env.get("SLURM_STEP_NUM_TASKS") in (None, "1")
+    if step and "SLURM_JOB_ID" in env and not alone and shutil.which("scancel"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # keep the rank's own exit code
+        words = ["scancel", "--signal=TERM", f"{env['SLURM_JOB_ID']}.{step}"]
+        subprocess.run(words, timeout=30, check=False)

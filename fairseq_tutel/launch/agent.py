@@ -12,15 +12,14 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from ..command_line import EXIT_USAGE, FOLDER, LAUNCHER, OUTCOME
+from ..command_line.starters import end_step
 from .entry import ENDING, REQUESTS, say
 from .job import Job
 
@@ -69,8 +68,8 @@ def run_ranks(job: Job, env: Mapping[str, str]) -> int:
     pids.mkdir()
     for rank in job.ranks:
         level = env.get("TORCH_CPP_LOG_LEVEL", "")  # which _run changes
-        rank.env.update({LAUNCHER: str(folder), FOLDER: "", "TORCH_CPP_LOG_LEVEL": level})
-    started = {"launcher": os.getpid(), "role": job.role, "ranks": list(map(asdict, job.ranks))}
+        rank["env"].update({LAUNCHER: str(folder), FOLDER: "", "TORCH_CPP_LOG_LEVEL": level})
+    started = {"launcher": os.getpid(), "role": job.role, "ranks": job.ranks}
     (folder / "job.json").write_text(json.dumps(started))
     threading.Thread(target=_pass_on_requests, args=(folder,), daemon=True).start()
     try:
@@ -107,7 +106,7 @@ def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
-    ranks, shared = len(job.ranks), job.ranks[0].env
+    ranks, shared = len(job.ranks), job.ranks[0]["env"]
     nodes, node = job.place.world_size // ranks, job.place.rank // ranks
     where = f"{shared['MASTER_ADDR']}:{shared['MASTER_PORT']}"
     config = LaunchConfig(
@@ -147,13 +146,3 @@ def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
         err.finish()
     end_step(env)
     return code
-
-
-def end_step(env: Mapping[str, str]) -> None:
-    """End the ranks on all nodes of an srun, which would let them wait for the one that died."""
-    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
-    alone = env.get("SLURM_STEP_NUM_TASKS") in (None, "1")
-    if step and "SLURM_JOB_ID" in env and not alone and shutil.which("scancel"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # keep the rank's own exit code
-        words = ["scancel", "--signal=TERM", f"{env['SLURM_JOB_ID']}.{step}"]
-        subprocess.run(words, timeout=30, check=False)

@@ -6,13 +6,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import NoReturn
 
 from ..command_line import EXIT_REQUEUE, EXIT_USAGE, LAUNCHER, CommandLine
-from ..command_line.starters import STARTERS
+from ..command_line.starters import STARTERS, end_step
 from ..config.options import Range, at_least, in_range
-from .agent import end_step, run_ranks
+from .agent import run_ranks
 from .commands import parse_command
 from .entry import become, say
 from .job import NCCL_PROFILES, prepare_job
@@ -98,12 +97,12 @@ def main(argv: Sequence[str]) -> int:
     for line in job.summary.splitlines() if job.place.rank == 0 else ():
         say(line)
     for rank in job.ranks if options.dry_run else ():
-        new = {k: v for k, v in rank.env.items() if env.get(k) != v}
+        new = {k: v for k, v in rank["env"].items() if env.get(k) != v}
         settings = " ".join(f"{k}={shlex.quote(v)}" for k, v in sorted(new.items()))
-        sys.stdout.write(f"{settings} {shlex.join(rank.argv)}\n")
+        sys.stdout.write(f"{settings} {shlex.join(rank['argv'])}\n")
     if options.dry_run:
         return 0
-    if job.adopted and job.place.by != "srun":  # srun lets ranks wait for one that died
+    if job.place.adopted and job.place.by != "srun":  # srun lets ranks wait for one that died
         os.environ.pop(LAUNCHER, None)
-        become(asdict(job.ranks[0]))
+        become(job.ranks[0])
     return run_ranks(job, env)

@@ -16,31 +16,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..command_line import CONFIGS, config_directory, flag_value, with_extension
+from ..command_line.hydra import find_config, override_name, with_overrides
 
-# fairseq's console scripts, by how they make (or do not make) a process group.
-#   grouped: main() runs under call_main(), which makes a process group
-#   sharded: main() only reads world size and rank, to take its share of the data
-#   single: one process that reads standard input
-#   hydra: grouped, with key=value overrides instead of flags
+# fairseq's console scripts: their main() makes a process group, only takes a share of the data by
+# world size and rank, or reads standard input; Hydra's has key=value overrides instead of flags
 _KINDS = {
-    "fairseq-train": "grouped",
-    "fairseq-validate": "grouped",
-    "fairseq-eval-lm": "grouped",
+    **dict.fromkeys(("fairseq-train", "fairseq-validate", "fairseq-eval-lm"), "grouped"),
+    **{"fairseq-generate": "sharded", "fairseq-interactive": "single"},
     "fairseq-hydra-train": "hydra",
-    "fairseq-generate": "sharded",
-    "fairseq-interactive": "single",
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
 _FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
-# Run where the command was called, as with fairseq's own config.yaml. Hydra's default is a new
-# folder for every process: no rank would find checkpoints under a relative save_dir.
-_STAY_HERE = {
-    "hydra.run.dir": "hydra.run.dir=.",
-    "hydra.output_subdir": "hydra.output_subdir=null",
-    "hydra/job_logging": "hydra.job_logging.handlers.file.filename=/dev/null",
-}
-_OVERRIDE = re.compile(r"^[+~]*[A-Za-z_][\w.@/]*=")
+# words by which a user of Hydra's chooses where to run
+_ELSEWHERE = {"hydra.run.dir", "hydra.job.chdir", "-m", "--multirun"}
 
 
 @dataclass(frozen=True)
@@ -112,9 +100,19 @@ def parse_command(words: Sequence[str], path: str | None = None) -> Command:
         raise ValueError(f"cannot find the command {words[0]!r} {why}")
     arguments = words[start:]
     if name == "fairseq-hydra-train":
-        arguments, config = find_config(arguments)
+        arguments, file = find_config(arguments)
+        config = _read_yaml(file) if file else {}
         return Command(name, program, tuple(arguments), _overrides(arguments), config)
     return Command(name, program, tuple(arguments), _flags(arguments) if name else {})
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    import yaml  # it is where Hydra is; other commands do without
+
+    try:
+        return yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
 
 
 def _overrides(words: Sequence[str]) -> dict[str, str]:
@@ -138,65 +136,19 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def override_name(word: str) -> str:
-    """Return ``model.x`` of ``+model.x=1``; the word itself if it is no override."""
-    return word.partition("=")[0].lstrip("+")
+def _stay_here(command: Command) -> list[str]:
+    """Return overrides that keep the command in its directory, unless the user chooses another.
 
-
-def with_overrides(words: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Return ``words`` with ``added`` behind the last override: Hydra takes one block of them."""
-    before = ("", *words)
-    found = [i for i, w in enumerate(words) if _OVERRIDE.match(w) and before[i][:2] != "--"]
-    end = found[-1] + 1 if found else len(words)
-    return [*words[:end], *added, *words[end:]]
-
-
-def find_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the words and what the primary config file states, {} if only Hydra can find it.
-
-    The words get the folder of the shipped configs if they name one of these and no folder.
-    ValueError is raised for a missing folder or file.
+    Hydra makes a folder for every process: no rank would find checkpoints in a relative save_dir.
     """
-    name, given = (
-        flag_value(words, *f) for f in (("--config-name", "-cn"), ("--config-dir", "-cd"))
-    )
-    folder = given or flag_value(words, "--config-path", "-cp")
-    if given and "://" not in given and not Path(given).is_dir():
-        raise ValueError(f"--config-dir {given}: there is no such folder")
-    if name is None:
-        return list(words), {}
-    if folder is None and (CONFIGS / with_extension(name)).is_file():
-        # fairseq's own folder, which Hydra would look in, has no config of such a name
-        folder = str(config_directory(with_extension(name)))
-        words = ["--config-dir", folder, *words]
-    path = Path(folder or CONFIGS) / with_extension(name)
-    if path.is_file():
-        import yaml  # it is where Hydra is; other commands do without
-
-        try:
-            return list(words), yaml.safe_load(path.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    # fairseq's own folder has a config of the name config
-    if name == "config" or folder != given or "://" in (given or ""):
-        return list(words), {}
-    found = ", ".join(sorted(each.stem for each in path.parent.glob("*.y*ml"))) or "none"
-    raise ValueError(f"--config-name {name}: no such file in {path.parent} (there are: {found})")
-
-
-def _working_directory(command: Command) -> list[str]:
-    """Return overrides that keep the command in its directory, unless the user chooses another."""
-    given = {override_name(word) for word in command.arguments if "=" in word}
+    given = {override_name(word) for word in command.arguments}
     chosen = command.in_file("hydra", "run", "dir") or command.in_file("hydra", "job", "chdir")
-    elsewhere = {"hydra.run.dir", "hydra.job.chdir"}
-    if chosen or given & elsewhere or {"-m", "--multirun"} & set(command.arguments):
+    if chosen or given & _ELSEWHERE:
         return []
-    own_logging = "hydra/job_logging" in str(command.config.get("defaults"))
-    return [
-        override
-        for name, override in _STAY_HERE.items()
-        if name not in given and not (own_logging and "job_logging" in name)
-    ]
+    wanted = ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    if "hydra/job_logging" not in f"{command.config.get('defaults')} {given}":
+        wanted.append("hydra.job_logging.handlers.file.filename=/dev/null")
+    return [each for each in wanted if override_name(each) not in given]
 
 
 def use_cpu(command: Command, num_gpus: int) -> bool:
@@ -230,10 +182,8 @@ def check_user_dir(command: Command) -> None:
 
 
 def _require(command: Command, key: str, ours: str, why: str) -> None:
-    user = command.given.get(key)
-    if user is None or "${" in user or user.lower() == ours.lower():
-        return
-    if not (user.lstrip("-").isdigit() and ours.isdigit() and int(user) == int(ours)):
+    user = command.given.get(key, ours)
+    if "${" not in user and user.lower() != ours and (user.lstrip("0") or "0") != ours:
         raise ValueError(f"{command.spelled(key)}={user} contradicts {why} ({ours})")
 
 
@@ -278,7 +228,7 @@ def with_options(command: Command, options: Mapping[str, str | None]) -> list[st
     words = list(command.arguments)
     if command.kind == "hydra":
         added = [f"{command.spelled(k)}={'true' if v is None else v}" for k, v in options.items()]
-        return [*command.program, *with_overrides(words, added + _working_directory(command))]
+        return [*command.program, *with_overrides(words, added + _stay_here(command))]
     for key, value in options.items():
         words += [command.spelled(key)] + ([] if value is None else [value])
     return [*command.program, *words]

@@ -34,7 +34,7 @@ def become(rank: dict[str, Any]) -> NoReturn:
     except OSError as error:
         say(f"local rank {rank['env']['LOCAL_RANK']} is not bound: {error}")
     # held back until the trainer asks for it (integrations/fairseq/trainer/requeue.py)
-    held = {signal.SIGUSR1} if rank["holds_requests"] else ()
+    held = {signal.SIGUSR1} if rank["holds"] else ()
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
     os.execvpe(rank["argv"][0], rank["argv"], {**os.environ, **rank["env"]})
 

@@ -3,8 +3,9 @@
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..command_line import STARTUP
 from ..command_line.starters import Started, full_place, master_address, master_port
@@ -21,31 +22,18 @@ NCCL_PROFILES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Rank:
-    """Command of a rank and its surroundings, which a process takes on (entry.py)."""
-
-    argv: list[str]
-    env: dict[str, str]  # beside the launcher's own
-    cpus: list[int] | None  # None: any
-    holds_requests: bool  # SIGUSR1 waits until the trainer asks for it
-
-
-@dataclass(frozen=True)
 class Job:
-    """Ranks that this process starts, or the one that was ``adopted``."""
+    """Ranks that this process starts, or the one that it becomes; entry.py says what makes one."""
 
     place: Started  # of the first rank
-    adopted: bool
-    ranks: list[Rank]
+    ranks: list[dict[str, Any]]
     role: str  # what all nodes must have in common
     summary: str
     prints_results: bool  # to standard output, where programs look for lines that begin with H-
 
 
-def find_place(
-    options: Namespace, command: Command, env: Mapping[str, str], num_gpus: int
-) -> tuple[Started, bool]:
-    """Return the rank that was started already, and True; or the first to start here, and False."""
+def find_place(options: Namespace, command: Command, env: Mapping[str, str], gpus: int) -> Started:
+    """Return the rank that was started already, or the first to be started here."""
     given, nodes, node = full_place(env), options.nnodes or 1, options.node_rank or 0
     source = given.by if given else "launcher"
     if given:
@@ -60,13 +48,13 @@ def find_place(
         )
     # auto: by the command's world size, or one per GPU, or one
     size = command.number("distributed_world_size") or 0
-    stated = size // nodes if size > 0 and size % nodes == 0 else num_gpus
-    nproc = options.nproc_per_node or max(1, stated)
-    place, adopted = Started(source, node * nproc, nodes * nproc, 0, nproc, node, nodes), False
+    nproc = options.nproc_per_node or (size // nodes if size > 0 == size % nodes else max(1, gpus))
     # a task that is alone on its node (``srun --ntasks-per-node=1``) starts that node's ranks
     alone = given and given.local_world_size == 1 and given.world_size == nodes
     if given and not (alone and nproc > 1 and source != "torchrun"):
-        place, adopted = given, True
+        place = given
+    else:
+        place = Started(source, node * nproc, nodes * nproc, 0, nproc, node, nodes, adopted=False)
     for option, wanted, stands in (
         ("--nnodes", options.nnodes, place.num_nodes),
         ("--node-rank", options.node_rank, place.node_rank),
@@ -74,13 +62,13 @@ def find_place(
     ):
         if wanted not in (None, stands):
             raise ValueError(f"{option} {wanted} contradicts {source}, which states {stands}")
-    return place, adopted
+    return place
 
 
-def _assign_gpus(place: Started, adopted: bool, gpus: Sequence[Gpu], env: Mapping[str, str]):
+def _assign_gpus(place: Started, gpus: Sequence[Gpu], seen: str | None) -> list[Gpu | None]:
     """Return the GPU of every rank on this node, None for those that this process cannot see."""
-    ranks, seen = place.local_world_size, env.get("CUDA_VISIBLE_DEVICES")
-    if len(gpus) == 1 and ranks > 1 and adopted and place.by != "torchrun":
+    ranks = place.local_world_size
+    if len(gpus) == 1 and ranks > 1 and place.adopted and place.by != "torchrun":
         # srun --gpus-per-task and scripts under mpirun show each rank its own GPU, as number 0
         return [gpus[0] if i == place.local_rank else None for i in range(ranks)]
     if ranks > len(gpus):
@@ -89,106 +77,93 @@ def _assign_gpus(place: Started, adopted: bool, gpus: Sequence[Gpu], env: Mappin
             f"{ranks} ranks on this node but {len(gpus)} visible GPUs{why}: start fewer ranks, "
             "or use the CPU (fairseq: --cpu or common.cpu=true, others: CUDA_VISIBLE_DEVICES=)"
         )
-    return gpus[:ranks]
+    return list(gpus[:ranks])
 
 
-def _defaults(options: Namespace, place: Started, cpu: bool) -> dict[str, str]:
-    """Return variables for the ranks, of which those that the user has set win."""
+def _environment(
+    options: Namespace, command: Command, place: Started, env: Mapping[str, str], cpu: bool
+) -> dict[str, str]:
+    """Return variables that all ranks of this node get."""
     # nvidia-smi numbers the GPUs by PCI address; CUDA's own order could differ.
-    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **NCCL_PROFILES[options.nccl_profile]}
+    defaults = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **NCCL_PROFILES[options.nccl_profile]}
     if place.num_nodes == 1 and (Path(options.root) / "sys/class/net/lo").exists():
         # gloo otherwise looks up the host's own name, which need not resolve.
-        found["GLOO_SOCKET_IFNAME"] = "lo"
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
     if cpu:
         # huge pages for big CPU tensors, which otherwise take several times as long to fill first
-        found["THP_MEM_ALLOC_ENABLE"] = "1"
+        defaults["THP_MEM_ALLOC_ENABLE"] = "1"
     elif place.world_size > 1:
         # A rank with experts has several communicators. NCCL (2.26 or newer) then orders their
         # operations as the host launched them, so that ranks do not wait for each other forever.
-        found["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    return found
-
-
-def _shared_environment(
-    options: Namespace, command: Command, place: Started, adopted: bool, env: Mapping[str, str]
-) -> dict[str, str]:
-    port = options.master_port or command.number("distributed_port") or 0
-    given = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": str(port) if port > 0 else None}
+        defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    if command.kind != "script":  # silence fairseq's imports (command_line/quiet.py)
+        defaults["PYTHONPATH"] = STARTUP
+        if env.get("PYTHONPATH"):
+            env = {**env, "PYTHONPATH": f"{STARTUP}{os.pathsep}{env['PYTHONPATH']}"}
+    port = options.master_port or max(0, command.number("distributed_port") or 0)
+    given = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": str(port or "")}
     given = {**env, **{name: value for name, value in given.items() if value}}
-    shared = {
+    return {
+        **{name: env.get(name, default) for name, default in defaults.items()},
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": str(place.node_rank),
         "MASTER_ADDR": master_address(place, given),
-        "MASTER_PORT": str(master_port(place, given, free=not adopted)),
+        "MASTER_PORT": str(master_port(place, given)),
         # for the record: benchmarks keep the variables of this prefix with their results
         "FAIRSEQ_TUTEL_NCCL_PROFILE": options.nccl_profile,
     }
-    if command.kind != "script":  # silence fairseq's imports (command_line/quiet.py)
-        shared["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, env.get("PYTHONPATH"))))
-    return shared
-
-
-def _visible_devices(
-    command: Command, gpu: Gpu | None, gpus: Sequence[Gpu], env: Mapping[str, str]
-) -> dict[str, str]:
-    name, seen = "CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")
-    if gpu is None:
-        # fairseq's distributed_init makes a CUDA tensor wherever there is a GPU, --cpu or not
-        return {name: ""} if gpus else {}
-    # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
-    own = seen.split(",")[gpu.index] if seen else str(gpu.index)
-    return {name: own} if command.kind == "sharded" else {}
 
 
 def prepare_job(options: Namespace, command: Command, env: Mapping[str, str]) -> Job:
     """Return the ranks of this node, checked before a rank or a process group exists."""
     commands.check_user_dir(command)
-    gpus = visible_gpus(env, options.root)
+    gpus, seen = visible_gpus(env, options.root), env.get("CUDA_VISIBLE_DEVICES")
     cpu = commands.use_cpu(command, len(gpus))
-    place, adopted = find_place(options, command, env, 0 if cpu else len(gpus))
-    ranks = place.local_world_size
-    assigned = [None] * ranks if cpu else _assign_gpus(place, adopted, gpus, env)
-    shared = _shared_environment(options, command, place, adopted, env)
-    shared |= {k: env.get(k, v) for k, v in _defaults(options, place, cpu).items()}
-    mine = place.local_rank if adopted else None
-    bindings = choose_bindings(options.bind, assigned, options.root, mine, place.by)
-    device, threads = "gloo on the CPU" if cpu else "nccl on GPUs", env.get("OMP_NUM_THREADS")
-    bindings = [replace(bound, threads=threads or bound.threads) for bound in bindings]
-    made, lines = [], [_summary(place, adopted, device, shared)]
-    for bound in bindings:
-        local_rank, gpu = bound.local_rank, bound.gpu
+    place = find_place(options, command, env, 0 if cpu else len(gpus))
+    size, nodes, mine = place.world_size, place.num_nodes, place.local_rank
+    assigned = [None] * place.local_world_size if cpu else _assign_gpus(place, gpus, seen)
+    shared = _environment(options, command, place, env, cpu)
+    device = "gloo on the CPU" if cpu else "nccl on GPUs"
+    lines, ranks = (
+        [
+            f"{size} rank{'s'[: size != 1]} on {nodes} node{'s'[: nodes != 1]} "
+            f"({'adopted from' if place.adopted else 'started by'} {place.by}), {device}, "
+            f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}"
+        ],
+        [],
+    )
+    for bound in choose_bindings(options.bind, assigned, options.root, place):
+        gpu, threads = bound.gpu, env.get("OMP_NUM_THREADS") or bound.threads
         what = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci_id or '?'}), "
-        lines.append(f"  local rank {local_rank}: {what}{bound}, {bound.threads} threads")
-        if mine in (None, local_rank):
-            number = place.rank + local_rank - place.local_rank
-            added = commands.rank_options(
-                command,
-                rank=number,
-                world_size=place.world_size,
-                device=local_rank if gpu is None else gpu.index,
-                shared_node=ranks > 1,
-                cpu=cpu,
-            )
-            own = {
-                "RANK": str(number),
-                "LOCAL_RANK": str(local_rank),
-                "OMP_NUM_THREADS": str(bound.threads),
-                "FAIRSEQ_TUTEL_BIND": str(bound),
-            }
-            own |= {**shared, **_visible_devices(command, gpu, gpus, env)}
-            words, holds = commands.with_options(command, added), command.name in commands.TRAINING
-            made.append(Rank(words, own, bound.cpus, holds))
-    if not gpus and has_gpu_files(options.root) and "CUDA_VISIBLE_DEVICES" not in env:
+        lines.append(f"  local rank {bound.local_rank}: {what}{bound}, {threads} threads")
+        if place.adopted and bound.local_rank != mine:
+            continue
+        rank = place.rank + bound.local_rank - mine
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(bound.local_rank),
+            "OMP_NUM_THREADS": str(threads),
+            "FAIRSEQ_TUTEL_BIND": str(bound),
+        }
+        if cpu and gpus:
+            # fairseq's distributed_init makes a CUDA tensor wherever there is a GPU, --cpu or not
+            own["CUDA_VISIBLE_DEVICES"] = ""
+        elif gpu and command.kind == "sharded":
+            # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
+            own["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu.index] if seen else str(gpu.index)
+        added = commands.rank_options(
+            command,
+            rank=rank,
+            world_size=size,
+            device=gpu.index if gpu else bound.local_rank,
+            shared_node=place.local_world_size > 1,
+            cpu=cpu,
+        )
+        words, holds = commands.with_options(command, added), command.name in commands.TRAINING
+        environment = {**shared, **own}
+        ranks.append({"argv": words, "env": environment, "cpus": bound.cpus, "holds": holds})
+    if not gpus and has_gpu_files(options.root) and seen is None:
         lines.append("warning: this machine has GPU device files, but torch lists no GPU")
     role = f"{command.name or Path(command.program[0]).name}, {device}"
-    return Job(place, adopted, made, role, "\n".join(lines), command.kind == "sharded")
-
-
-def _summary(place: Started, adopted: bool, device: str, env: Mapping[str, str]) -> str:
-    ranks, nodes = place.world_size, place.num_nodes
-    return (
-        f"{ranks} rank{'s'[: ranks != 1]} on {nodes} node{'s'[: nodes != 1]} "
-        f"({'adopted from' if adopted else 'started by'} {place.by}), {device}, "
-        f"MASTER_ADDR={env['MASTER_ADDR']} MASTER_PORT={env['MASTER_PORT']}"
-    )
+    return Job(place, ranks, role, "\n".join(lines), command.kind == "sharded")

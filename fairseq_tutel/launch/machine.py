@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
+
+from ..command_line.starters import Started
 
 # in a process of its own, which is done with the GPUs when it ends
 _QUERY_TORCH = """
@@ -23,8 +25,7 @@ for i in range(torch.cuda.device_count()):
 """
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU."""
 
     index: int  # what the ranks call it (as --device-id)
@@ -39,12 +40,11 @@ def has_gpu_files(root: str | Path = "/") -> bool:
 
 def ask_torch(env: Mapping[str, str]) -> str:
     """Return what torch lists; "" if it fails."""
-    how = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    words, how = [sys.executable, "-c", _QUERY_TORCH], {"text": True, "timeout": 120}
     try:
-        result = subprocess.run([sys.executable, "-c", _QUERY_TORCH], env=dict(env), **how)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(words, env=dict(env), stderr=subprocess.DEVNULL, **how)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return result.stdout if result.returncode == 0 else ""
 
 
 def visible_gpus(env: Mapping[str, str], root: str | Path = "/") -> list[Gpu]:
@@ -118,14 +118,13 @@ class Topology:
         return sorted(cpu for core in mine for cpu in core), len(mine)
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """Cores, threads and GPU of one rank."""
 
     local_rank: int
     gpu: Gpu | None
     cpus: list[int] | None  # None: any
-    threads: int | str  # OMP_NUM_THREADS, by default the number of cores
+    threads: int  # for OMP_NUM_THREADS: the number of cores
     how: str = "auto"  # who chose the cores, or why they are not next to the GPU
 
     def __str__(self) -> str:
@@ -156,11 +155,11 @@ def auto_bindings(
 
 
 def choose_bindings(
-    option: str, gpus: Sequence[Gpu | None], root: str, mine: int | None, starter: str
+    option: str, gpus: Sequence[Gpu | None], root: str, place: Started
 ) -> list[Binding]:
     """Return the bindings of the ranks on this node, by ``--bind``; ValueError if they cannot be.
 
-    ``mine`` is the local rank of this process if ``starter`` has made it one, and perhaps bound it.
+    A rank that srun or mpirun has bound stays there, and the others' bindings are theirs.
     """
     allowed, count = os.sched_getaffinity(0), len(gpus)
     topology = Topology(root, allowed)
@@ -170,11 +169,12 @@ def choose_bindings(
         threads = max(1, len(cores) // count)
         return [Binding(i, gpu, None, threads, "none") for i, gpu in enumerate(gpus)]
     if option == "auto":
-        if mine is None or starter == "torchrun" or len(allowed) == every:
+        if not place.adopted or place.by == "torchrun" or len(allowed) == every:
             return auto_bindings(topology, allowed, gpus)
         # mpirun binds to sockets by default: several ranks then share one set of cores
         threads = max(1, len(cores) // -(-len(allowed) * count // every))
-        return [Binding(mine, gpus[mine], sorted(allowed), threads, f"{starter}'s")]
+        rank = place.local_rank
+        return [Binding(rank, gpus[rank], sorted(allowed), threads, f"{place.by}'s")]
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
     except ValueError as error:
@@ -182,7 +182,7 @@ def choose_bindings(
         raise ValueError(f"--bind {option}: {error}; {choices}") from None
     if len(sets) != count or not all(sets):
         raise ValueError(f"--bind {option}: give a CPU list to each of {count} local ranks")
-    for rank in range(count) if mine is None else [mine]:
+    for rank in [place.local_rank] if place.adopted else range(count):
         if missing := set(sets[rank]) - allowed:
             where = f"{format_cpulist(missing)}; the launcher may use {format_cpulist(allowed)}"
             raise ValueError(f"--bind {option}: local rank {rank} cannot use CPU {where}")

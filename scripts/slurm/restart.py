@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.command_line import EXIT_USAGE, flag_value
-from fairseq_tutel.launch.commands import find_config, override_name, with_overrides
+from fairseq_tutel.command_line.hydra import find_config, override_name, with_overrides
 
 _SAVE_DIR = "checkpoints"  # fairseq's default
 # options that choose a start, with fairseq's defaults
@@ -27,14 +27,14 @@ _OVERRIDES = {f"checkpoint.{key}" for key in _START}
 
 
 def _in_file(words: Sequence[str], key: str) -> Any:
-    _, config = find_config(words)
-    if not config:
+    _, file = find_config(words)
+    if file is None:
         return None
     from omegaconf import OmegaConf  # it is where fairseq is
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.select(OmegaConf.create(config), f"checkpoint.{key}")
+        return OmegaConf.select(OmegaConf.load(file), f"checkpoint.{key}")
     except OmegaConfBaseException as error:
         raise ValueError(f"checkpoint.{key}: {error}; give it in the command") from None
 

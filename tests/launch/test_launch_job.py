@@ -74,7 +74,7 @@ def plan(root):
 
 
 def value_after(rank, flag):
-    return rank.argv[rank.argv.index(flag) + 1]
+    return rank["argv"][rank["argv"].index(flag) + 1]
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_where_ranks_meet(monkeypatch):
     ):
         assert starters.first_host(text) == host
 
-    assert master_port(place, {"MASTER_PORT": "1234"}, free=True) == 1234
+    assert master_port(place, {"MASTER_PORT": "1234"}) == 1234
     with pytest.raises(ValueError, match="'99999999' is not a port"):
-        master_port(place, {"MASTER_PORT": "99999999"}, free=True)
+        master_port(place, {"MASTER_PORT": "99999999"})
     # every rank of a job derives the same one, another step and another job another one
-    port = master_port(place, SRUN, free=False)
-    assert port == master_port(full_place(other), other, free=False) and 15000 <= port < 32000
+    port = master_port(place, SRUN)
+    assert port == master_port(full_place(other), other) and 15000 <= port < 32000
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
-        assert port != master_port(place, {**SRUN, name: "18"}, free=False)
-    assert master_port(full_place(HYDRA), HYDRA, free=False) == starters.DEFAULT_PORT
+        assert port != master_port(place, {**SRUN, name: "18"})
+    assert master_port(full_place(HYDRA), HYDRA) == starters.DEFAULT_PORT
 
 
 def test_topology(tmp_path):
@@ -192,28 +192,30 @@ def test_visible_gpus(root, plan, tmp_path, monkeypatch):
     # what is not used is not passed over in silence
     monkeypatch.setattr(machine, "ask_torch", lambda env: "")
     assert "torch lists no GPU" in plan("true").summary
-    assert "CUDA_VISIBLE_DEVICES" not in plan("true").ranks[0].env
+    assert "CUDA_VISIBLE_DEVICES" not in plan("true").ranks[0]["env"]
     assert "warning" not in plan("true", {"CUDA_VISIBLE_DEVICES": ""}).summary
 
 
 def test_auto_starts_one_rank_per_gpu(plan):
     job = plan(TRAIN)
-    assert [rank.env["RANK"] for rank in job.ranks] == [str(i) for i in range(8)]
+    assert [rank["env"]["RANK"] for rank in job.ranks] == [str(i) for i in range(8)]
     for i, rank in enumerate(job.ranks):
-        assert value_after(rank, "--device-id") == str(i) == rank.env["LOCAL_RANK"]
-        assert value_after(rank, "--distributed-backend") == "nccl" and rank.holds_requests
-        assert rank.env["OMP_NUM_THREADS"] == "2" and rank.env["WORLD_SIZE"] == "8"
-    assert {rank.env["MASTER_PORT"] for rank in job.ranks} == {job.ranks[0].env["MASTER_PORT"]}
+        assert value_after(rank, "--device-id") == str(i) == rank["env"]["LOCAL_RANK"]
+        assert value_after(rank, "--distributed-backend") == "nccl" and rank["holds"]
+        assert rank["env"]["OMP_NUM_THREADS"] == "2" and rank["env"]["WORLD_SIZE"] == "8"
+    assert {rank["env"]["MASTER_PORT"] for rank in job.ranks} == {
+        job.ranks[0]["env"]["MASTER_PORT"]
+    }
     head, *lines = job.summary.splitlines()
     assert head.startswith("8 ranks on 1 node (started by launcher), nccl on GPUs, MASTER_ADDR=")
     assert lines[0] == f"  local rank 0: GPU 0 ({PCIS[0]}), auto cores=0-1,16-17, 2 threads"
     # or as many as the command says, or none on GPUs
     assert len(plan(TRAIN + " --distributed-world-size 4").ranks) == 4
     job = plan(TRAIN + " --cpu", options="--nproc-per-node 16")
-    assert all(rank.env["CUDA_VISIBLE_DEVICES"] == "" for rank in job.ranks)
-    assert plan("python -m fairseq_cli.hydra_train task.data=d").ranks[0].holds_requests
+    assert all(rank["env"]["CUDA_VISIBLE_DEVICES"] == "" for rank in job.ranks)
+    assert plan("python -m fairseq_cli.hydra_train task.data=d").ranks[0]["holds"]
     for words in ("python -m fairseq_cli.eval_lm d", "python script.py"):
-        assert not plan(words).ranks[0].holds_requests, words
+        assert not plan(words).ranks[0]["holds"], words
 
 
 def test_what_ranks_find_in_their_environment(plan):
@@ -236,47 +238,49 @@ def test_what_ranks_find_in_their_environment(plan):
         (TRAIN, "--bind none", "FAIRSEQ_TUTEL_BIND", "none"),
         (TRAIN, "--bind none", "OMP_NUM_THREADS", "2"),
     ):
-        assert plan(words, options=options).ranks[0].env.get(name) == want, (words, name)
+        assert plan(words, options=options).ranks[0]["env"].get(name) == want, (words, name)
         if want and not name.startswith("FAIRSEQ"):
-            assert plan(words, {name: "7"}, options).ranks[0].env[name] == "7"
+            assert plan(words, {name: "7"}, options).ranks[0]["env"][name] == "7"
     assert plan(TRAIN, {"OMP_NUM_THREADS": "7"}).summary.count(" 7 threads") == 8
-    assert plan(TRAIN + " --distributed-port 1111").ranks[0].env["MASTER_PORT"] == "1111"
+    assert plan(TRAIN + " --distributed-port 1111").ranks[0]["env"]["MASTER_PORT"] == "1111"
 
 
 def test_generate_sees_only_its_gpu(plan):
     words = "python -m fairseq_cli.generate data --path m"
     for env, seen in (({}, ["0", "1"]), ({"CUDA_VISIBLE_DEVICES": "6,3"}, ["6", "3"])):
         ranks = plan(words, env, "--nproc-per-node 2").ranks
-        assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == seen
-        assert all("--distributed-init-method" not in rank.argv for rank in ranks)
+        assert [rank["env"]["CUDA_VISIBLE_DEVICES"] for rank in ranks] == seen
+        assert all("--distributed-init-method" not in rank["argv"] for rank in ranks)
 
 
 def test_tasks_of_srun(plan, monkeypatch):
     job = plan(TRAIN, srun_task(13, 16, 1, 5))
     (rank,) = job.ranks
-    assert job.adopted and rank.env["RANK"] == "13" == value_after(rank, "--distributed-rank")
+    assert job.place.adopted and rank["env"]["RANK"] == "13" == value_after(
+        rank, "--distributed-rank"
+    )
     assert value_after(rank, "--device-id") == "5"
-    assert len(rank.cpus) == 4 and rank.env["MASTER_ADDR"] == "localhost"
+    assert len(rank["cpus"]) == 4 and rank["env"]["MASTER_ADDR"] == "localhost"
     # one task per node starts that node's ranks
     job, other = (plan(TRAIN, srun_task(node, 2, node, 0)) for node in (1, 0))
-    assert not job.adopted and job.place == Started("srun", 8, 16, 0, 8, 1, 2)
-    assert [rank.env["RANK"] for rank in job.ranks] == [str(i) for i in range(8, 16)]
-    assert job.ranks[0].env["MASTER_PORT"] == other.ranks[0].env["MASTER_PORT"]
+    assert not job.place.adopted and job.place == Started("srun", 8, 16, 0, 8, 1, 2, False)
+    assert [rank["env"]["RANK"] for rank in job.ranks] == [str(i) for i in range(8, 16)]
+    assert job.ranks[0]["env"]["MASTER_PORT"] == other.ranks[0]["env"]["MASTER_PORT"]
     # srun --gpus-per-task=1: every rank finds one GPU, its own, as number 0
     monkeypatch.setattr(machine, "ask_torch", as_torch_lists([PCIS[6]]))
     (rank,) = plan(TRAIN, srun_task(6, 16, 0, 6)).ranks
-    assert (value_after(rank, "--device-id"), rank.env["RANK"]) == ("0", "6")
-    assert rank.cpus == [14, 30]  # all eight could be on its socket
+    assert (value_after(rank, "--device-id"), rank["env"]["RANK"]) == ("0", "6")
+    assert rank["cpus"] == [14, 30]  # all eight could be on its socket
     monkeypatch.setattr(machine, "ask_torch", as_torch_lists())
     # a starter's binding stands
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {8, 9, 24, 25})
     (rank,) = plan(TRAIN, srun_task(2, 16, 0, 2)).ranks
-    assert rank.cpus == [8, 9, 24, 25] and rank.env["OMP_NUM_THREADS"] == "2"
+    assert rank["cpus"] == [8, 9, 24, 25] and rank["env"]["OMP_NUM_THREADS"] == "2"
     # mpirun binds to sockets by default: 4 of the 8 ranks share these 8 cores
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: SOCKETS[0])
     env = {"RANK": "0", "SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "8"}
     (rank,) = plan(TRAIN, {f"OMPI_COMM_WORLD_{k}": v for k, v in env.items()}).ranks
-    assert rank.env["OMP_NUM_THREADS"] == "2" and rank.env["FAIRSEQ_TUTEL_BIND"] == (
+    assert rank["env"]["OMP_NUM_THREADS"] == "2" and rank["env"]["FAIRSEQ_TUTEL_BIND"] == (
         "mpirun's cores=0-7,16-23"
     )
 
@@ -284,14 +288,14 @@ def test_tasks_of_srun(plan, monkeypatch):
 def test_cores_that_the_user_gives(plan, monkeypatch):
     """Each local rank has its own list; a rank of srun checks only its own."""
     job = plan(TRAIN, options="--nproc-per-node 2 --bind 0-3,16-19:8")
-    assert [rank.cpus for rank in job.ranks] == [[*range(4), *range(16, 20)], [8]]
-    assert [rank.env["OMP_NUM_THREADS"] for rank in job.ranks] == ["4", "1"]  # one per core
-    assert job.ranks[0].env["FAIRSEQ_TUTEL_BIND"] == "given cores=0-3,16-19"
+    assert [rank["cpus"] for rank in job.ranks] == [[*range(4), *range(16, 20)], [8]]
+    assert [rank["env"]["OMP_NUM_THREADS"] for rank in job.ranks] == ["4", "1"]  # one per core
+    assert job.ranks[0]["env"]["FAIRSEQ_TUTEL_BIND"] == "given cores=0-3,16-19"
     with monkeypatch.context() as bound:
         bound.setattr(os, "sched_getaffinity", lambda pid: {8, 9})
         sets = ":".join(["0-1"] * 5 + ["8-9"] * 3)
         (rank,) = plan(TRAIN, srun_task(13, 16, 1, 5), f"--bind {sets}").ranks
-        assert rank.cpus == [8, 9]
+        assert rank["cpus"] == [8, 9]
     for sets, message in (
         ("0-3", "--bind 0-3: give a CPU list to each of 2 local ranks"),
         ("0:1:2", "--bind 0:1:2: give a CPU list"),
