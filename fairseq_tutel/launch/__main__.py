@@ -2,11 +2,10 @@
 
 import signal
 
-# Kept back until a thread takes requests (agent.py). Scripts start the launcher with SIGUSR1
-# ignored, for the time before this line.
+# Kept back until a thread takes requests (agent.py); scripts ignore SIGUSR1 until this line.
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-# Before there are ranks there is nothing to clean up, and a traceback would be noise.
+# before there are ranks there is nothing to clean up, and a traceback would be noise
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

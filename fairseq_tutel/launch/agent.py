@@ -20,10 +20,9 @@ from pathlib import Path
 
 from ..command_line import EXIT_USAGE, FOLDER, LAUNCHER, OUTCOME
 from ..command_line.starters import end_step
+from . import entry
 from .entry import ENDING, REQUESTS, say
 from .job import Job
-
-_ENTRY = str(Path(__file__).with_name("entry.py"))
 
 
 class _WholeLines(io.TextIOBase):
@@ -47,17 +46,13 @@ class _WholeLines(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Write what has no end. The ranks have ended, and perhaps the reader."""
-        with contextlib.suppress(OSError):
-            for rank in list(self._rests):
-                self.write(f"{rank}\0\n")
+        """Write what has no end. The ranks have ended."""
+        for rank in list(self._rests):
+            self.write(f"{rank}\0\n")
 
 
 def run_ranks(job: Job, env: Mapping[str, str]) -> int:
-    """Return 0, EXIT_REQUEUE, the code of the rank that failed first, or 128 + a signal's number.
-
-    That is the signal which stopped the launcher, or killed the rank.
-    """
+    """Return 0, EXIT_REQUEUE, the code of the rank that failed first, or 128 + a signal."""
     # torch handles these even where nohup or a shell has them ignored
     ignored = {number for number in ENDING if signal.getsignal(number) == signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS | ignored)
@@ -66,8 +61,8 @@ def run_ranks(job: Job, env: Mapping[str, str]) -> int:
     folder = Path(given if os.path.isdir(given) else tempfile.mkdtemp(prefix="fairseq_tutel_"))
     pids, outcome = folder / "pids", folder / OUTCOME
     pids.mkdir()
+    level = env.get("TORCH_CPP_LOG_LEVEL", "")  # which _run changes
     for rank in job.ranks:
-        level = env.get("TORCH_CPP_LOG_LEVEL", "")  # which _run changes
         rank["env"].update({LAUNCHER: str(folder), FOLDER: "", "TORCH_CPP_LOG_LEVEL": level})
     started = {"launcher": os.getpid(), "role": job.role, "ranks": job.ranks}
     (folder / "job.json").write_text(json.dumps(started))
@@ -109,40 +104,34 @@ def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
     ranks, shared = len(job.ranks), job.ranks[0]["env"]
     nodes, node = job.place.world_size // ranks, job.place.rank // ranks
     where = f"{shared['MASTER_ADDR']}:{shared['MASTER_PORT']}"
-    config = LaunchConfig(
-        *(nodes, nodes, ranks),
-        # rank 0 keeps its terminal
-        logs_specs=DefaultLogsSpecs(str(folder), tee=dict.fromkeys(range(1, ranks), Std.ALL)),
-        log_line_prefix_template="${rank}\0",
-        run_id="launch",
-        role=job.role,
-        rdzv_backend="static",
-        rdzv_endpoint=where,
-        rdzv_configs={"rank": node},
-        max_restarts=0,
-    )
+    meeting = {"rdzv_backend": "static", "rdzv_endpoint": where, "rdzv_configs": {"rank": node}}
+    logs = DefaultLogsSpecs(str(folder), tee=dict.fromkeys(range(1, ranks), Std.ALL))
+    how = {"logs_specs": logs, "log_line_prefix_template": "${rank}\0", "max_restarts": 0}
+    config = LaunchConfig(nodes, nodes, ranks, run_id="launch", role=job.role, **meeting, **how)
     # fairseq-generate prints its results: programs look for lines that begin with H-
     out = _WholeLines(1, "" if job.prints_results else "[rank {}] ")
     err = _WholeLines(2, "[rank {}] ")
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            elastic_launch(config, sys.executable)("-I", "-S", _ENTRY, str(folder))
+            elastic_launch(config, sys.executable)("-I", "-S", entry.__file__, str(folder))
         return 0
     except SignalException as stop:
         say(f"stopped by {stop.sigval.name}")
         return 128 + stop.sigval
     except ChildFailedError as failed:
         rank, failure = next(iter(failed.failures.items()))
-        code = failure.exitcode
-        say(f"rank {rank} {'died of signal' if code < 0 else 'ended with exit code'} {abs(code)}")
-        code = 128 - code if code < 0 else code
+        died, code = failure.exitcode < 0, abs(failure.exitcode)
+        say(f"rank {rank} {'died of signal' if died else 'ended with exit code'} {code}")
+        code += 128 * died
     except RuntimeError as error:
-        say(f"error: node {node} of {nodes} did not meet the others at {where}: {error}")
+        why = str(error).partition("\n")[0]  # torch's message goes on with a C++ stack
+        say(f"error: node {node} of {nodes} did not meet the others at {where}: {why}")
         code = EXIT_USAGE
     finally:
         for number in ENDING:  # what comes now finds nothing to end
             signal.signal(number, signal.SIG_IGN)
-        out.finish()
-        err.finish()
+        for each in (out, err):
+            with contextlib.suppress(OSError):  # nobody reads it
+                each.finish()
     end_step(env)
     return code

@@ -19,14 +19,12 @@ from .job import NCCL_PROFILES, prepare_job
 _DESCRIPTION = """\
 Starts the ranks of COMMAND on this machine, as torchrun does, or adopts the rank that torchrun,
 srun or mpirun has started. It binds each rank to the cores next to its GPU, and adds the options
-that fairseq needs to form one job of them. COMMAND is a program of fairseq's, or any other, which
-finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.
+that fairseq needs to form one job of them. Other programs find torchrun's variables.
 """
 _EPILOG = f"""\
-Options of COMMAND win over what the launcher would add; where they cannot both hold, it stops and
-names both. Variables that are already set win, too. The exit code is that of the rank that failed
-first ({EXIT_REQUEUE}: the ranks saved a checkpoint on SIGUSR1 and want to be queued again). Ranks
-find how they were bound in FAIRSEQ_TUTEL_BIND. LOGLEVEL=INFO shows what torch logs.
+Options of COMMAND, and variables that are set, win over what the launcher would add. The exit code
+is that of the rank that failed first ({EXIT_REQUEUE}: the ranks saved a checkpoint on SIGUSR1 and
+want to be queued again). LOGLEVEL=INFO shows what torch logs.
 """
 
 
@@ -59,8 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, natural = parser.add_argument, in_range(int, at_least(0))
     # fmt: off
     add("--nproc-per-node", type=_nproc, metavar="N|auto", help="ranks to start on this node; "
-        "auto: COMMAND's own world size if it gives one, else one per visible GPU, else 1 "
-        "(default: auto)")
+        "auto: COMMAND's own world size, or one per visible GPU, or 1 (default: auto)")
     add("--nnodes", type=in_range(int, at_least(1)), metavar="N", help="nodes of the job, each "
         "running this launcher (default: as srun or mpirun have it)")
     add("--node-rank", type=natural, metavar="I", help="this node's number, from 0 on")
@@ -74,8 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: auto)")
     add("--nccl-profile", default="none", choices=NCCL_PROFILES, help="NCCL's variables by name; "
         "the launcher's page says what for (default: none)")
-    add("--dry-run", action="store_true", help="print the ranks' commands and the binding, and "
-        "start nothing")
+    add("--dry-run", action="store_true", help="print commands and binding, and start nothing")
     # fmt: on
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(root="/")  # of /sys, /dev and /proc; another one in tests
@@ -90,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         job = prepare_job(options, parse_command(words, env.get("PATH")), env)
     except ValueError as error:
         several = options.nnodes or any(starter.is_here(env) for starter in STARTERS)
-        say(f"error{f' on {socket.gethostname()}' if several else ''}: {error}")
+        say(f"error{several and f' on {socket.gethostname()}' or ''}: {error}")
         if not options.dry_run:
             end_step(env)
         return EXIT_USAGE

@@ -1,8 +1,7 @@
 """The command of the ranks, read once into one frozen value, and what each rank adds to it.
 
-Stock fairseq cannot start several ranks on a CPU: with torchrun's variables set it computes
-``rank % torch.cuda.device_count()``, a division by zero. Stating the init method and the rank
-avoids that path. Of Hydra's config this finds plain values in the primary file.
+Stock fairseq cannot start several ranks on a CPU: with torchrun's variables it divides by the
+number of GPUs, unless the init method and the rank are stated.
 """
 
 import os
@@ -26,7 +25,6 @@ _KINDS = {
     "fairseq-hydra-train": "hydra",
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
-_FALSE, _TRUE = ("false", "0", "no", "off"), ("true", "1", "yes", "on")
 # words by which a user of Hydra's chooses where to run
 _ELSEWHERE = {"hydra.run.dir", "hydra.job.chdir", "-m", "--multirun"}
 
@@ -96,14 +94,12 @@ def parse_command(words: Sequence[str], path: str | None = None) -> Command:
     elif words[0].endswith(".py") and os.path.isfile(words[0]):
         program = (sys.executable, *words[:start])
     else:
-        why = "(not on PATH, not an executable file)"
-        raise ValueError(f"cannot find the command {words[0]!r} {why}")
-    arguments = words[start:]
-    if name == "fairseq-hydra-train":
-        arguments, file = find_config(arguments)
-        config = _read_yaml(file) if file else {}
-        return Command(name, program, tuple(arguments), _overrides(arguments), config)
-    return Command(name, program, tuple(arguments), _flags(arguments) if name else {})
+        raise ValueError(f"cannot find the command {words[0]!r} (not on PATH, nor executable)")
+    if name != "fairseq-hydra-train":
+        return Command(name, program, tuple(words[start:]), _flags(words[start:]) if name else {})
+    arguments, file = find_config(words[start:])
+    config = _read_yaml(file) if file else {}
+    return Command(name, program, tuple(arguments), _overrides(arguments), config)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -154,9 +150,9 @@ def _stay_here(command: Command) -> list[str]:
 def use_cpu(command: Command, num_gpus: int) -> bool:
     """Return whether there is no GPU, or options or config file choose the CPU."""
     user = command.given.get("cpu") or num_gpus and command.in_file("common", "cpu") or ""
-    if num_gpus == 0 and user.lower() in _FALSE:
+    if num_gpus == 0 and user.lower() in ("false", "0", "no", "off"):
         raise ValueError(f"{command.spelled('cpu')}={user}, but this machine has no usable GPU")
-    return num_gpus == 0 or user.lower() in _TRUE
+    return num_gpus == 0 or user.lower() in ("true", "1", "yes", "on")
 
 
 def check_user_dir(command: Command) -> None:
@@ -197,10 +193,8 @@ def rank_options(
     if kind == "single" and several:
         raise ValueError(f"{command.name} runs in one process: use --nproc-per-node 1")
     if kind == "sharded" and several and (results := command.given.get("results_path")):
-        raise ValueError(
-            f"--results-path {results} is one file, which each of {world_size} ranks would "
-            "overwrite: use --nproc-per-node 1, or leave it out"
-        )
+        why = f"--results-path {results} is one file, which each of {world_size} ranks would write"
+        raise ValueError(f"{why}: use --nproc-per-node 1, or leave it out")
     _require(command, "distributed_world_size", str(world_size), "the number of ranks started")
     if several:
         _require(command, "distributed_rank", str(rank), "the rank of this process")

@@ -39,13 +39,10 @@ def find_place(options: Namespace, command: Command, env: Mapping[str, str], gpu
     if given:
         nodes, node = given.num_nodes, given.node_rank
     elif nodes > 1 and options.node_rank is None:
-        starters = "(or start with srun, mpirun or torchrun)"
-        raise ValueError(f"--nnodes {nodes} needs --node-rank on every node {starters}")
+        raise ValueError(f"--nnodes {nodes} needs --node-rank on every node (or srun, or mpirun)")
     elif int(env.get("SLURM_NNODES") or 1) > 1 and options.nnodes is None:
-        raise ValueError(
-            f"the SLURM job has {env['SLURM_NNODES']} nodes, but this is no task of a step: "
-            "start the launcher with srun (or give --nnodes)"
-        )
+        why = f"the SLURM job has {env['SLURM_NNODES']} nodes, but this is no task of a step"
+        raise ValueError(f"{why}: start the launcher with srun (or give --nnodes)")
     # auto: by the command's world size, or one per GPU, or one
     size = command.number("distributed_world_size") or 0
     nproc = options.nproc_per_node or (size // nodes if size > 0 == size % nodes else max(1, gpus))
@@ -96,15 +93,13 @@ def _environment(
         # A rank with experts has several communicators. NCCL (2.26 or newer) then orders their
         # operations as the host launched them, so that ranks do not wait for each other forever.
         defaults["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-    if command.kind != "script":  # silence fairseq's imports (command_line/quiet.py)
-        defaults["PYTHONPATH"] = STARTUP
-        if env.get("PYTHONPATH"):
-            env = {**env, "PYTHONPATH": f"{STARTUP}{os.pathsep}{env['PYTHONPATH']}"}
+    path = os.pathsep.join(filter(None, (STARTUP, env.get("PYTHONPATH"))))
     port = options.master_port or max(0, command.number("distributed_port") or 0)
     given = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": str(port or "")}
     given = {**env, **{name: value for name, value in given.items() if value}}
     return {
         **{name: env.get(name, default) for name, default in defaults.items()},
+        **({} if command.kind == "script" else {"PYTHONPATH": path}),
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "GROUP_RANK": str(place.node_rank),
@@ -140,12 +135,8 @@ def prepare_job(options: Namespace, command: Command, env: Mapping[str, str]) ->
         if place.adopted and bound.local_rank != mine:
             continue
         rank = place.rank + bound.local_rank - mine
-        own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(bound.local_rank),
-            "OMP_NUM_THREADS": str(threads),
-            "FAIRSEQ_TUTEL_BIND": str(bound),
-        }
+        own = {"RANK": str(rank), "LOCAL_RANK": str(bound.local_rank)}
+        own |= {"OMP_NUM_THREADS": str(threads), "FAIRSEQ_TUTEL_BIND": str(bound)}
         if cpu and gpus:
             # fairseq's distributed_init makes a CUDA tensor wherever there is a GPU, --cpu or not
             own["CUDA_VISIBLE_DEVICES"] = ""
@@ -160,9 +151,9 @@ def prepare_job(options: Namespace, command: Command, env: Mapping[str, str]) ->
             shared_node=place.local_world_size > 1,
             cpu=cpu,
         )
-        words, holds = commands.with_options(command, added), command.name in commands.TRAINING
-        environment = {**shared, **own}
-        ranks.append({"argv": words, "env": environment, "cpus": bound.cpus, "holds": holds})
+        surroundings = {"cpus": bound.cpus, "holds": command.name in commands.TRAINING}
+        words = commands.with_options(command, added)
+        ranks.append({"argv": words, "env": {**shared, **own}, **surroundings})
     if not gpus and has_gpu_files(options.root) and seen is None:
         lines.append("warning: this machine has GPU device files, but torch lists no GPU")
     role = f"{command.name or Path(command.program[0]).name}, {device}"

@@ -1,7 +1,7 @@
 """GPUs, NUMA nodes and cores of this machine, and a choice of cores for every rank.
 
-Memory follows the cores: Linux takes it from the node that first writes to it. Readers of /sys and
-/dev take the file system's root, so that a test can hand in a made-up machine.
+Memory follows the cores: Linux takes it from the node that first writes to it. A test can hand in
+another root of /sys and /dev.
 """
 
 import os
@@ -136,8 +136,8 @@ def auto_bindings(
 ) -> list[Binding]:
     """Return one binding per local rank, to the cores in ``allowed``.
 
-    A rank with a GPU gets its share of the cores of that GPU's NUMA node, as with torchrun's
-    ``--numa-binding exclusive``. Others get equal slices of whole cores, node by node.
+    A rank with a GPU gets its share of the cores of that GPU's NUMA node. Others get equal slices
+    of whole cores, node by node.
     """
     # in the order of NUMA nodes, so that a slice straddles two of them as rarely as possible
     ordered = [cpu for cpus in topology.numa_cpus.values() for cpu in cpus if cpu in allowed]
@@ -173,8 +173,8 @@ def choose_bindings(
             return auto_bindings(topology, allowed, gpus)
         # mpirun binds to sockets by default: several ranks then share one set of cores
         threads = max(1, len(cores) // -(-len(allowed) * count // every))
-        rank = place.local_rank
-        return [Binding(rank, gpus[rank], sorted(allowed), threads, f"{place.by}'s")]
+        mine = place.local_rank, gpus[place.local_rank], sorted(allowed)
+        return [Binding(*mine, threads, f"{place.by}'s")]
     try:
         sets = [parse_cpulist(text) for text in option.split(":")]
     except ValueError as error:
@@ -183,8 +183,8 @@ def choose_bindings(
     if len(sets) != count or not all(sets):
         raise ValueError(f"--bind {option}: give a CPU list to each of {count} local ranks")
     for rank in [place.local_rank] if place.adopted else range(count):
-        if missing := set(sets[rank]) - allowed:
-            where = f"{format_cpulist(missing)}; the launcher may use {format_cpulist(allowed)}"
-            raise ValueError(f"--bind {option}: local rank {rank} cannot use CPU {where}")
+        if missing := format_cpulist(set(sets[rank]) - allowed):
+            why = f"cannot use CPU {missing}; the launcher may use {format_cpulist(allowed)}"
+            raise ValueError(f"--bind {option}: local rank {rank} {why}")
     rows = enumerate(zip(gpus, sets, strict=True))
     return [Binding(i, gpu, cpus, len(topology.cores(cpus)), "given") for i, (gpu, cpus) in rows]

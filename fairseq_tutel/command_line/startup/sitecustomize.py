@@ -20,7 +20,9 @@ if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(line_buffering=True)  # other ranks write there, too
 # Ctrl-C ends a rank that imports without a traceback: there is nothing to put in order
 if signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
 _spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
