@@ -2,14 +2,11 @@
 
 import os
 import re
-from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 from launch_helpers import EIGHT_GPUS, TWO_SOCKETS, as_torch_lists, make_machine, variables
 
-from fairseq_tutel.command_line import starters
-from fairseq_tutel.command_line.starters import Started, full_place, master_address, master_port
+from fairseq_tutel.command_line.starters import Started
 from fairseq_tutel.launch import machine
 from fairseq_tutel.launch.cli import build_parser
 from fairseq_tutel.launch.commands import parse_command
@@ -28,21 +25,11 @@ PCIS = list(EIGHT_GPUS)
 GPUS = [Gpu(i, pci) for i, pci in enumerate(PCIS)]
 SOCKETS = {node: set(parse_cpulist(text)) for node, text in TWO_SOCKETS.items()}
 TRAIN = "python -m fairseq_cli.train data"
-TORCHRUN = variables(
-    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 "
-    "MASTER_ADDR=n0 MASTER_PORT=29500"
-)
 # As SLURM 22.05 sets them for task 3 of `srun -N 2 --ntasks-per-node 2`.
 SRUN = variables(
     "SLURM_JOB_ID=17 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NODEID=1 "
-    "SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 "
-    "SLURM_STEP_NODELIST=gpu[07-08]"
+    "SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=gpu[07-08]"
 )
-OPEN_MPI = variables(
-    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=4"
-)
-HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 # an sbatch script: SLURM_PROCID without a step
 BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
@@ -75,66 +62,6 @@ def plan(root):
 
 def value_after(rank, flag):
     return rank["argv"][rank["argv"].index(flag) + 1]
-
-
-@pytest.mark.parametrize(
-    ("env", "want"),
-    [
-        (TORCHRUN, Started("torchrun", 5, 8, 1, 4, 1, 2)),
-        (SRUN, Started("srun", 3, 4, 1, 2, 1, 2)),
-        (OPEN_MPI, Started("mpirun", 5, 8, 1, 4, 1, 2)),
-        (HYDRA, Started("mpirun", 5, 8, 1, 4, 1, 2)),
-        # torch's variables alone mean one node
-        (variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"), Started("torchrun", 1, 2, 1, 2, 0, 1)),
-        ({}, None),
-        ({"LOCAL_RANK": "0", "PATH": "/bin"}, None),
-        (BATCH, None),
-        # the innermost: mpirun in a SLURM job starts its daemons with srun
-        ({**srun_task(1, 2, 1, 0), **OPEN_MPI}, Started("mpirun", 5, 8, 1, 4, 1, 2)),
-        ({**SRUN, **OPEN_MPI, **TORCHRUN}, Started("torchrun", 5, 8, 1, 4, 1, 2)),
-        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Started("srun", 3, 4, 1, 2, 1, 2)),
-        (variables("RANK=0 WORLD_SIZE=2"), "RANK=0 is set, but not all of: WORLD_SIZE, LOCAL_RANK"),
-        (variables("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "rank 2 is not below world_size 2"),
-        (variables("RANK=x WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='x' is not a number"),
-        ({**SRUN, "SLURM_NODEID": "5"}, "node_rank 5 is not below num_nodes 2"),
-        (variables("PMI_RANK=1 PMI_SIZE=2"), "PMI_RANK=1 is set, but not all of: PMI_SIZE, PMI_LO"),
-    ],
-)
-def test_the_place_that_each_starter_states(env, want):
-    if isinstance(want, str):
-        with pytest.raises(ValueError, match=re.escape(want)):
-            full_place(env)
-    else:
-        assert full_place(env) == want
-
-
-def test_where_ranks_meet(monkeypatch):
-    place, other = full_place(SRUN), {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    found = Mock(return_value=Mock(stdout="NodeName=gpu07 NodeAddr=127.0.0.1 Port=6818\n"))
-    monkeypatch.setattr(starters.subprocess, "run", found)
-    monkeypatch.setattr(starters.socket, "getaddrinfo", Mock(side_effect=OSError("unknown")))
-    assert master_address(place, SRUN) == "127.0.0.1"  # a host that no resolver knows
-    monkeypatch.setattr(starters.socket, "getaddrinfo", Mock())
-    assert master_address(place, SRUN) == "gpu07"
-    assert master_address(place, {**SRUN, "MASTER_ADDR": "x"}) == "x"
-    assert master_address(replace(place, node_rank=0, num_nodes=1), SRUN) == "127.0.0.1"
-    with pytest.raises(ValueError, match="2 nodes, but the host of rank 0 is unknown"):
-        master_address(full_place(OPEN_MPI), OPEN_MPI)
-    for text, host in (
-        *(("node1", "node1"), ("a,b", "a"), ("n[08-10],z", "n08"), ("r[1-2]n[0,3]", "r1n0")),
-        *(("gpu[001,003-004]-ib,login", "gpu001-ib"), ("host.domain.org", "host.domain.org")),
-    ):
-        assert starters.first_host(text) == host
-
-    assert master_port(place, {"MASTER_PORT": "1234"}) == 1234
-    with pytest.raises(ValueError, match="'99999999' is not a port"):
-        master_port(place, {"MASTER_PORT": "99999999"})
-    # every rank of a job derives the same one, another step and another job another one
-    port = master_port(place, SRUN)
-    assert port == master_port(full_place(other), other) and 15000 <= port < 32000
-    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
-        assert port != master_port(place, {**SRUN, name: "18"})
-    assert master_port(full_place(HYDRA), HYDRA) == starters.DEFAULT_PORT
 
 
 def test_topology(tmp_path):

@@ -1,7 +1,6 @@
 """The batch scripts, with stand-ins for srun, scontrol, sbatch (the real ones: test_cluster.sh)."""
 
 import os
-import shlex
 import subprocess
 import sys
 
@@ -163,14 +162,6 @@ def test_train_without_a_command(tmp_path, slurm):
     assert "checkpoint.save_dir=checkpoints/trial-15_3" in command_of(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["layer", "alltoall", "train"])
-def test_benchmarks(tmp_path, slurm, kind):
-    (tmp_path / "code").write_text("4")
-    result = run("bench.sbatch", kind, "--output", "x.json", env=slurm)
-    assert result.returncode == 4
-    assert " ".join(command_of(tmp_path)) == f"python scripts/bench/bench_{kind}.py --output x.json"
-
-
 def test_outside_a_checkout(tmp_path, slurm):
     result = run("train.sbatch", "true", env={**slurm, "REPO": str(tmp_path)})
     assert result.returncode == 2
@@ -193,27 +184,6 @@ def test_help(script):
     assert "#SBATCH" not in result.stdout and "#!" not in result.stdout
     result = run(script, env=OUTSIDE)
     assert result.returncode == 2 and "not in a SLURM job" in result.stderr
-
-
-def test_ladder(tmp_path, slurm):
-    result = run("submit_ladder.sh", "--dry-run", "--", "--partition", "gpu", env=slurm)
-    lines = result.stdout.splitlines()
-    assert len(lines) == 28 and words_of(tmp_path, "sbatch") is None
-    assert all("--partition gpu" in line for line in lines)
-    nodes = [line.split("--nodes ")[1].split()[0] for line in lines if "moe-train-" in line]
-    assert nodes == ["1", "2", "4", "8", "16", "32", "64"]
-    assert "bench.sbatch train --preset meta-8gpu-rank --one-by-one --updates 10 " in lines[-1]
-    assert lines[-1].split()[-2:] == ["--output", "runs/ladder/train-512.json"]
-
-
-def test_ladder_measures_the_all_to_all_bound_and_unbound(slurm):
-    options = ["--dry-run", "--gpus", "16", "--jobs", "alltoall"]
-    env = {**slurm, "LAUNCH_OPTIONS": "--nccl-profile ib-adaptive-routing"}
-    bound, unbound = run("submit_ladder.sh", *options, env=env).stdout.splitlines()
-    assert bound.startswith("sbatch ") and "/alltoall-16.json" in bound
-    words = shlex.split(unbound)
-    assert words[:3] == ["env", f"LAUNCH_OPTIONS={env['LAUNCH_OPTIONS']} --bind none", "sbatch"]
-    assert words[-1] == "runs/ladder/alltoall-unbound-16.json"
 
 
 @pytest.mark.parametrize(
