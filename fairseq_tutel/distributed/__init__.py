@@ -60,6 +60,7 @@ from .placement.slices import (
 from .placement.wrappers import expect_reduction, note_reduction, refuse_plain_wrapper
 from .world import (
     gather_integers,
+    gather_objects,
     gather_on_first,
     gather_texts,
     process_world,
@@ -77,6 +78,7 @@ __all__ = [
     "StepSettings",
     "build_exchange",
     "build_groups",
+    "gather_objects",
     "gather_texts",
     "is_expert",
     "possible_r",

@@ -84,11 +84,16 @@ def gather_texts(text: str | None, group: dist.ProcessGroup | None = None) -> li
     >>> gather_texts("ready")
     ['ready']
     """
+    return gather_objects(text, group)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather one value of every rank of a group, pickled, in rank order. Collective."""
     if process_world()[1] == 1:
-        return [text]
-    texts: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, text, group=group)
-    return texts
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def gather_on_first(value: Any) -> list[Any] | None:

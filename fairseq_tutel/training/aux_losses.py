@@ -73,6 +73,15 @@ class AuxLosses:
             )
         return calls
 
+    def with_gradients(self) -> list[moe.MoEAux]:
+        """Return the reports without those of frozen layers, which ran under no_grad in training.
+
+        Raise RuntimeError if re-entrant checkpointing has hidden the gradients.
+        """
+        if any(call.is_hidden for _, call in self._calls):
+            return [call.aux for _, call in self._with_graph()]  # raises
+        return [call.aux for _, call in self._calls if call.has_graph or not call.training]
+
     @property
     def by_name(self) -> dict[str, moe.MoEAux]:
         """Each layer's report; the last one if the layer was called several times."""
@@ -87,6 +96,11 @@ class AuxLosses:
             exchange = options["exchange"] or of_step or self._modules[name].exchange_config
             r = ExchangeConfig.of(exchange).r
         self._r.append(r)
+
+    @property
+    def parallelisms(self) -> list[int]:
+        """The r of each call, in the order of :attr:`layers`."""
+        return list(self._r)
 
     @property
     def load(self) -> dict[str, torch.Tensor]:

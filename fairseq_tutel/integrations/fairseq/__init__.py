@@ -5,7 +5,7 @@ from fairseq.criterions import CRITERION_REGISTRY, register_criterion
 from ...config import EXCHANGES, EXPERTS, ROUTERS
 from . import hooks
 from .criterions import CRITERIONS
-from .models import ARCHITECTURES
+from .models import ARCHITECTURES, register_all
 
 
 def register() -> None:
@@ -25,3 +25,4 @@ def register() -> None:
 def _register_architectures() -> None:
     for row in ARCHITECTURES.values():
         row.register()
+    register_all()

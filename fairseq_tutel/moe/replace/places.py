@@ -18,12 +18,16 @@ _PARTS_OF_LAYERS = (
     ("fc1", "activation_fn", "activation_dropout_module", "fc2"),
     ("fc1", "activation_fn", "dropout2", "fc2"),  # fairseq's wav2vec 2.0 and HuBERT
     ("intermediate", "output.dense"),  # BERT's of transformers: two modules
+    ("w_1", "activation", "dropout1", "w_2"),  # a half-step FFN of fairseq's conformers
 )
-# How such a layer may be called: an encoder's, an encoder's with a padding mask, a decoder's.
+# How such a layer may be called: an encoder's, an encoder's with a padding mask, a decoder's, a
+# decoder's with two encoders, one of two channels.
 _CALLS = (
     lambda layer, x: layer(x),
     lambda layer, x: layer(x, None),
     lambda layer, x: layer(x, x),
+    lambda layer, x: layer(x, x, None, x),
+    lambda layer, x: layer([x, x]),
 )
 
 
@@ -110,25 +114,49 @@ def place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
     Raise ValueError for a block that cannot be replaced.
     """
     place = Place(name, block, model.get_submodule(name.rpartition(".")[0]))
-    for names in _PARTS_OF_LAYERS:
-        # a feed-forward block may have the same parts, but a layer has more (attention, norms)
-        has_more = len(list(block.children())) > 4 or "output.dense" in names  # BERT's has 3
-        if has_more and all(_has_part(block, each) for each in names):
-            place = Place(f"{name}.{names[0]}", _join_parts(block, names), block, names[1:])
-    _check_contents(model, name, place.block)
+    if (names := _parts_of(block)) is not None:
+        place = Place(f"{name}.{names[0]}", _join_parts(block, names), block, names[1:])
+    _check_contents(model, name, place)
     return place
 
 
-def _check_contents(model: nn.Module, name: str, block: nn.Module) -> None:
+def layers_with_ffn(model: nn.Module) -> list[str]:
+    """Return the names of the layers whose feed-forward network is known, and still dense."""
+    found = []
+    for name, module in model.named_modules():
+        parts = _parts_of(module)
+        if parts and not isinstance(getattr(module, parts[0]), MoELayer):
+            found.append(name)
+    return found
+
+
+def _parts_of(layer: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of a layer's parts from its first to its second linear layer, or None."""
+    found = None
+    for names in _PARTS_OF_LAYERS:
+        # a feed-forward block may have the same parts, but a layer has more (attention, norms)
+        has_more = len(list(layer.children())) > 4 or "output.dense" in names  # BERT's has 3
+        if has_more and all(_has_part(layer, each) for each in names):
+            found = names
+    return found
+
+
+def _check_contents(model: nn.Module, name: str, place: Place) -> None:
     """Raise ValueError for convolutions, for MoE layers, and for weights used outside the block."""
+    block = place.block
     mine = {id(param) for param in block.parameters()}
     inside = {id(module) for module in block.modules()}
-    for other, module in model.named_modules(remove_duplicate=False):
+    named = list(model.named_modules(remove_duplicate=False))
+    # a model may have a whole stack under several names, as one encoder of several languages
+    parts = (place.name.rpartition(".")[2], *place.emptied)
+    same = [f"{at}.{part}" for at, module in named if module is place.parent for part in parts]
+    same = [name, *(each.removeprefix(".") for each in same)]
+    for other, module in named:
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and id(module) in inside:
             raise ValueError(f"{name}: {other} is a convolution; experts see one token at a time")
         if isinstance(module, MoELayer) and id(module) in inside:
             raise ValueError(f"{name} has experts already ({other})")
-        within = other == name or other.startswith(f"{name}.")
+        within = any(other == each or other.startswith(f"{each}.") for each in same)
         for each, param in module.named_parameters(recurse=False):
             if id(param) in mine and not within:
                 raise ValueError(f"{name} shares weights with {other}.{each}: they are tied")
@@ -167,7 +195,8 @@ def _call_layer(layer: nn.Module, x: Tensor) -> list[Tensor] | Exception:
         except Exception as error:
             first = first or error
             continue
-        y = y[0] if isinstance(y, tuple) else y
+        while isinstance(y, tuple | list) and y:
+            y = y[0]
         if isinstance(y, Tensor):
             return [y, *drawn]
     return first or TypeError("it returns no tensor")

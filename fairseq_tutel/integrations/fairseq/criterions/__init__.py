@@ -1,5 +1,6 @@
 """fairseq criterions for models with MoE layers; ``fairseq_tutel.register`` registers them."""
 
+from .any_criterion import GateLoss
 from .moe_criterion import MoECriterion
 from .moe_cross_entropy import MoECrossEntropyCriterion
 from .moe_label_smoothed_cross_entropy import MoELabelSmoothedCrossEntropyCriterion

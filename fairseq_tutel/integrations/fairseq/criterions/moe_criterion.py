@@ -21,7 +21,7 @@ from .... import moe
 from ....config.options import at_least, check_ranges, option
 from ....moe import MoEAux, RoutingCounts
 from ....moe.model import moe_layers
-from ....training import collect_aux
+from ....training import AuxLosses, collect_aux
 from .conditional_routing import Budget, BudgetOptions
 
 _CMR = "cmr_gate_loss"  # of conditional routing
@@ -59,19 +59,18 @@ class MoECriterion:
 
     def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:
         """Return G of a batch, an fp32 scalar with gradient."""
-        if not reports:
-            return like.new_zeros((), dtype=torch.float32)
-        losses = torch.stack([aux.loss for aux in reports])
-        total = losses.sum() if self.combine_method == "sum" else losses.mean()
-        return -total.log() if self.transform == "neg_log" else total
+        total = combined_loss(reports, self.combine_method, like)
+        return -total.log() if reports and self.transform == "neg_log" else total
 
-    def run(self, model, sample: dict[str, Any]) -> tuple[Any, list[MoEAux] | None]:
-        """Return the model's output, and reports of layers that ``replace_ffn`` put into it."""
-        if getattr(model, "moe_layers", None) is not None or not self._has_layers(model):
+    def run(self, model, sample: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+        """Return the model's output, and its reports if the model does not return them itself."""
+        collected = getattr(model, "moe_reports_are_collected", False)
+        says = getattr(model, "moe_layers", None) is not None and not collected
+        if says or not self._has_layers(model):
             return model(**sample["net_input"]), None
         with collect_aux(model) as aux:
             net_output = model(**sample["net_input"])
-        return net_output, [report for _, report in aux.layers]
+        return net_output, collected_extra(aux, model)
 
     def _has_layers(self, model) -> bool:
         if self._known[0] != id(model):
@@ -95,16 +94,18 @@ class MoECriterion:
         model,
         net_output,
         sample: dict[str, Any],
-        reports: list[MoEAux] | None = None,
+        collected: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, int, dict[str, Any]]:
         """Return (loss with the gate loss, sample size, logging output) of a batch.
 
-        ``reports`` are those of the MoE layers (default None: in ``net_output``).
+        ``collected`` are the reports that :meth:`run` returned (default None: in ``net_output``).
         """
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         # some models return a tensor or None beside their output
         extra = net_output[1] if isinstance(net_output[1], dict) else {}
-        reports = self._reports(model, extra) if reports is None else reports
+        if collected is not None:
+            extra = collected
+        reports = self._reports(model, extra) if collected is None else extra["moe"]
         gate_loss = self.gate_loss(reports, like=loss)
         loss = loss + self.gate_loss_weight * sample_size * gate_loss
         distance = self.budget(reports, sample_size)
@@ -112,29 +113,77 @@ class MoECriterion:
             loss = loss + self.budget.weight * distance
         logging_output = {
             "loss": loss.data,
-            "moe_loss": gate_loss.data * sample_size,
             "ntokens": sample["ntokens"],
             "nsentences": sample["target"].size(0),
-            "sample_size": sample_size,
-            "batch_count": 1,
-            **_layer_mean_metrics(reports),
-            _MAY_DROP: int(_has_capacity(model)),
-            _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
+            **routing_log(model, gate_loss, sample_size, extra | {"moe": reports}),
         }
         if distance is not None:
             logging_output[_CMR] = distance.data
-        records = [aux.record for aux in reports if aux.record is not None]
-        logging_output[_RECORDS] = records
-        if not model.training:  # else gradients travel in the backward pass
-            _finish_records([logging_output])
-        if "moe_counts" in extra:
-            logging_output.update(zip(_KEYS, extra["moe_counts"], strict=True))
-        if "moe_bias_counts" in extra:
-            logging_output["moe_bias_counts"] = extra["moe_bias_counts"]
         return loss, sample_size, logging_output
 
 
-def log_moe_metrics(logging_outputs) -> dict[str, float]:
+def combined_loss(reports: Sequence[MoEAux], method: str, like: torch.Tensor) -> torch.Tensor:
+    """Return the sum or the average of the layers' losses, an fp32 scalar with gradient."""
+    if not reports:
+        return like.new_zeros((), dtype=torch.float32)
+    losses = torch.stack([aux.loss for aux in reports])
+    return losses.sum() if method == "sum" else losses.mean()
+
+
+def collected_extra(aux: AuxLosses, model) -> dict[str, Any]:
+    """Return what a model of ours gives beside its output, for a model whose calls were collected.
+
+    Counts have a row per layer, also of layers that were not called, so that ranks can add them.
+    """
+    layers = moe_layers(model)
+    extra: dict[str, Any] = {"moe": aux.with_gradients()}
+    if len({layer.config.num_outputs for layer in layers.values()}) == 1:
+        counts = [_counts_of(aux, name, layer) for name, layer in layers.items()]
+        extra["moe_counts"] = RoutingCounts(*map(torch.stack, zip(*counts, strict=True)))
+    if biases := aux.bias_counts():
+        like = next(iter(biases.values()))
+        every = [biases.get(name, torch.zeros_like(like)) for name in layers]
+        extra["moe_bias_counts"] = torch.stack(every)
+    return extra
+
+
+def _counts_of(aux: AuxLosses, name: str, layer: moe.MoELayer) -> RoutingCounts:
+    """Return this rank's counts of all calls of a layer, without the dimension L."""
+    groups, device = layer.groups, next(layer.parameters()).device
+    experts, ranks = layer.config.num_experts, groups.world_size
+    total = [torch.zeros(n, dtype=torch.int32, device=device) for n in (experts, experts, ranks)]
+    total.append(torch.zeros((), dtype=torch.int32, device=device))
+    for (of, report), r in zip(aux.layers, aux.parallelisms, strict=True):
+        if of == name:
+            found = moe.routing_counts([report], groups, r)
+            total = [before + each[0] for before, each in zip(total, found, strict=True)]
+    return RoutingCounts(*total)
+
+
+def routing_log(
+    model, gate_loss: torch.Tensor, sample_size: Any, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of a logging output about the routing of a batch."""
+    reports = extra["moe"]
+    log = {
+        "moe_loss": gate_loss.data * sample_size,
+        "sample_size": sample_size,
+        "batch_count": 1,
+        **_layer_mean_metrics(reports),
+        _MAY_DROP: int(_has_capacity(model)),
+        _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
+    }
+    log[_RECORDS] = [aux.record for aux in reports if aux.record is not None]
+    if not model.training:  # else gradients travel in the backward pass
+        _finish_records([log])
+    if "moe_counts" in extra:
+        log.update(zip(_KEYS, extra["moe_counts"], strict=True))
+    if "moe_bias_counts" in extra:
+        log["moe_bias_counts"] = extra["moe_bias_counts"]
+    return log
+
+
+def log_moe_metrics(logging_outputs, with_loss: bool = True) -> dict[str, float]:
     """Log loss, gate loss and routing of an update; return the sums of all scalars by name.
 
     NOTE: synchronises once with the device; logged tensors would be read one by one.
@@ -144,7 +193,8 @@ def log_moe_metrics(logging_outputs) -> dict[str, float]:
     used = {} if passes is None else _utilisation_to_log(passes)
     total = _host_totals([*logging_outputs, used])
     size, batches = max(total["sample_size"], 1), max(total["batch_count"], 1)
-    log_scalar("loss", total["loss"] / size / math.log(2), total["sample_size"])
+    if with_loss:
+        log_scalar("loss", total["loss"] / size / math.log(2), total["sample_size"])
     log_scalar("moe_gate_loss", total["moe_loss"] / size, total["sample_size"], 8)
     if _CMR in total:
         log_scalar(_CMR, total[_CMR] / size, total["sample_size"], 8)

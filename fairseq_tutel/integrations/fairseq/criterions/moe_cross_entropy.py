@@ -48,10 +48,10 @@ class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logging output) of one batch, see the module docstring."""
-        net_output, reports = self.run(model, sample)
+        net_output, collected = self.run(model, sample)
         inner_loss, _ = self.compute_loss(model, net_output, sample, reduce=reduce)
         loss, sample_size, output = self.add_gate_loss(
-            inner_loss, model, net_output, sample, reports
+            inner_loss, model, net_output, sample, collected
         )
         return loss, sample_size, {**output, "inner_loss": inner_loss.data}
 

@@ -55,9 +55,11 @@ class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntr
 
     def forward(self, model, sample, reduce=True):
         """Return (loss, sample size, logging output) of one batch, see the module docstring."""
-        net_output, reports = self.run(model, sample)
+        net_output, collected = self.run(model, sample)
         smoothed, nll_loss = self.compute_loss(model, net_output, sample, reduce=reduce)
-        loss, sample_size, output = self.add_gate_loss(smoothed, model, net_output, sample, reports)
+        loss, sample_size, output = self.add_gate_loss(
+            smoothed, model, net_output, sample, collected
+        )
         output["nll_loss"] = nll_loss.data
         if self.report_accuracy:
             output["n_correct"], output["total"] = self.compute_accuracy(model, net_output, sample)

@@ -12,8 +12,9 @@ from fairseq import hub_utils
 from fairseq.models import BaseFairseqModel
 
 from .... import distributed, ops
-from ....config import EXPERTS
-from ....moe import MoEAux, MoELayer, balance_over_ranks, routing_counts
+from ....config import EXPERTS, ExpertConfig
+from ....moe import MoEAux, MoELayer, balance_over_ranks, replace_ffn, routing_counts
+from ....moe.model import moe_layers
 from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.benchmark import benchmark_of
@@ -67,14 +68,49 @@ class LayerFactory:
         return MoELayer(
             side.embed_dim,
             hidden_dim=run.args.moe_expert_ffn_dim or side.ffn_embed_dim,
-            config=run.routing,
             experts=dataclasses.replace(experts, **of_model),
             groups=self.groups,
-            exchange=run.exchange,
-            record_exchange_time=run.benchmark.record_exchange_time,
-            skip_exchange=run.benchmark.skip_exchange,
             layer_index=next(self._numbers),
+            **self._of_every_layer,
         )
+
+    @property
+    def _of_every_layer(self) -> dict[str, Any]:
+        run = self._run
+        return {
+            "config": run.routing,
+            "exchange": run.exchange,
+            "record_exchange_time": run.benchmark.record_exchange_time,
+            "skip_exchange": run.benchmark.skip_exchange,
+        }
+
+    def replace(self, model: torch.nn.Module, names: Sequence[str], copy_weights: bool) -> None:
+        """Replace blocks of a model by MoE layers of the same network, unless options say other."""
+        run, experts = self._run, self._run.experts
+        decided_by_block = {"activation", "dropout", "activation_dropout", "expert_storage"}
+        given = {
+            field.name: getattr(experts, field.name)
+            for field in dataclasses.fields(experts)
+            if field.name not in decided_by_block
+            and getattr(experts, field.name) != getattr(ExpertConfig(), field.name)
+        }
+        if not EXPERTS.get(experts.expert_network).uses_activation:
+            given["activation"] = ExpertConfig.activation
+        if run.storage != "stacked" and not run.args.moe_lora_rank:
+            given["expert_storage"] = run.storage
+        if run.args.moe_expert_ffn_dim:
+            given["hidden_dim"] = run.args.moe_expert_ffn_dim
+        replace_ffn(
+            model,
+            names,
+            run.routing.num_experts,
+            copy_weights=copy_weights,
+            groups=self.groups,
+            **given,
+            **self._of_every_layer,
+        )
+        for layer in moe_layers(model).values():
+            layer.layer_index = next(self._numbers)
 
 
 def with_lora(model: Model, run: RunOptions) -> Model:

@@ -115,9 +115,7 @@ def apply_rules(row: Any, args: argparse.Namespace) -> None:
     if getattr(args, "distributed_rank", 0) == 0:
         for line in lines:
             logger.warning(line)
-    # --bf16 makes stock fairseq look for a TPU
-    if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
-        args.tpu = False
+    without_tpu(args)
     defaults = {field.name: field.default for field in dataclasses.fields(row.schema)}
     try:
         run_options(argparse.Namespace(**{**defaults, **vars(args)}), row.config)
@@ -126,6 +124,12 @@ def apply_rules(row: Any, args: argparse.Namespace) -> None:
             check_needs(args, config, as_flag)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def without_tpu(args: argparse.Namespace) -> None:
+    """Undo that --bf16 makes stock fairseq look for a TPU."""
+    if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
+        args.tpu = False
 
 
 def _refuse_task(row: Any, args: argparse.Namespace) -> None:

@@ -196,16 +196,20 @@ def asked_frequencies(args: Any) -> tuple[int, int]:
     return max(sides[0], both), max(sides[1], both)
 
 
-def run_options(args: Any, config: type, num_ranks: Optional[int] = None) -> RunOptions:
+def run_options(
+    args: Any, config: type, num_ranks: Optional[int] = None, any_model: bool = False
+) -> RunOptions:
     """Read the options of a model with MoE layers. Former names in ``args`` become present ones.
 
     ``config`` is the dataclass of the model's options. ``num_ranks`` is the number of experts if
     ``--moe-expert-count`` is not given; None: unknown yet, so that no option is too large for it.
+    ``any_model``: the model is not one of ours, so that its other options are not known.
     """
     use_present_names(args)
     check_ranges(args, config)
-    _check_stock_options(args)
-    _check_frequencies(args)
+    if not any_model:
+        _check_stock_options(args)
+        _check_frequencies(args)
     if num_ranks == 1 and not args.moe_expert_count:
         logger.warning(
             "1 expert per MoE layer (by default as many as ranks): equivalent to a dense model; "

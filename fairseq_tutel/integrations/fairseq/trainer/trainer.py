@@ -3,16 +3,18 @@
 import contextlib
 import logging
 
+from fairseq import utils
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
 from ....config.options import as_flag, check_needs
-from ....distributed import copies_of, is_expert, process_world
+from ....distributed import copies_of, gather_objects, is_expert, process_world
 from ....moe.model import moe_layers
 from ....training import expert_grad_sq_norm
-from ..criterions import CRITERIONS, MoECriterion
-from ..criterions.moe_criterion import join_passes, logged_passes
+from ..criterions import CRITERIONS, GateLoss, MoECriterion
+from ..criterions.moe_criterion import join_passes, log_moe_metrics, logged_passes
+from ..models import AnyMoEOptions, adopt_inner
 from ..options.held_experts import refuse_in_training
 from ..options.options import MoEOptions
 from ..programs import blocks
@@ -27,6 +29,8 @@ from .run_logs import ExchangeLog, ExpertLoadLog
 from .sets import changed
 
 logger = logging.getLogger(__name__)
+# options that the trainer reads
+_READ = ("moe_normalize_expert_grad", "moe_load_log_interval", "num_workers_valid")
 
 
 class _OverflowOnCpu(RuntimeError):
@@ -34,7 +38,8 @@ class _OverflowOnCpu(RuntimeError):
 
 
 def has_experts(model) -> bool:
-    """Return whether a fairseq model says that it has MoE layers."""
+    """Return whether a fairseq model, or a part of it, says that it has MoE layers."""
+    adopt_inner(model)
     return bool(getattr(model, "moe_layers", None))
 
 
@@ -62,6 +67,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         _prepare_config(cfg, model)
         _refuse_bleu(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
+        self._gate_loss = _gate_loss(cfg.model, model, criterion)
+        self._routing_logs = []  # of all ranks, if a GateLoss makes them
         self._moves_load_bias = _moves_load_bias(model, criterion)
         logger.info(_parameters(model))
         folder, writes = cfg.checkpoint.save_dir, self.is_data_parallel_master
@@ -197,7 +204,23 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         with refusing, changed(dataset, for_validation):
             return super().get_valid_iterator(subset, disable_iterator_cache)
 
+    def _prepare_sample(self, sample, is_dummy=False):
+        sample, is_dummy_batch = super()._prepare_sample(sample, is_dummy)
+        if self._gate_loss is not None:
+            self._gate_loss.ignored = is_dummy or is_dummy_batch
+        return sample, is_dummy_batch
+
+    def _all_gather_list_sync(self, logging_outputs, *extra_stats_to_sum, ignore=False):
+        """Gather what stock's function gathers, on CPUs too and of any size."""
+        mine = [[] if ignore else logging_outputs, extra_stats_to_sum]
+        logs, stats = zip(*gather_objects(utils.move_to_cpu(mine)), strict=True)
+        return [log for each in logs for log in each], [sum(s) for s in zip(*stats, strict=True)]
+
     def _aggregate_logging_outputs(self, logging_outputs, *extra_stats_to_sum, ignore=False):
+        if self._gate_loss is not None:
+            mine = self._gate_loss.take()
+            join_passes(mine)
+            self._routing_logs, _ = self._fast_stat_sync_sum(mine)
         fillers, self._num_fillers = self._num_fillers, 0
         if fillers:
             sample_size, *others = extra_stats_to_sum
@@ -212,12 +235,16 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         return logging_outputs, tuple(sums)
 
     def _reduce_and_log_stats(self, logging_outputs, sample_size, grad_norm=None):
+        logs = logging_outputs or ()
+        if self._gate_loss is not None:
+            logs, self._routing_logs = self._gate_loss.take() or self._routing_logs, []
+            log_moe_metrics(logs, with_loss=False)
         if grad_norm is not None:  # the update was made, not skipped
-            update, passes = self.get_num_updates(), logged_passes(logging_outputs or ())
+            update, passes = self.get_num_updates(), logged_passes(logs)
             if passes is not None:
                 self.expert_load.add(update, passes)
                 if self._moves_load_bias:
-                    self._move_load_biases(logging_outputs)
+                    self._move_load_biases(logs)
             self.exchange_log.after(update)
         return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
 
@@ -261,6 +288,21 @@ def _prepare_config(cfg, model) -> None:
             cfg.checkpoint.no_save = True  # the weights of one rank out of many are no checkpoint
         # a checkpoint must state its number of experts, even if it is the default
         cfg.model.moe_expert_count = model.moe_groups.num_experts
+        for name in _READ:  # absent if only a part of the model has options of experts
+            if not hasattr(cfg.model, name):
+                setattr(cfg.model, name, _default(name))
+
+
+def _gate_loss(options, model, criterion) -> GateLoss | None:
+    """Let any criterion add the gate loss of a model that does not report by itself."""
+    if isinstance(criterion, MoECriterion) or not hasattr(model, "moe_reports_are_collected"):
+        return None
+    names = "moe_gate_loss_wt", "moe_gate_loss_combine_method"
+    return GateLoss(model, criterion, *(getattr(options, each, _default(each)) for each in names))
+
+
+def _default(name: str):
+    return AnyMoEOptions.__dataclass_fields__[name].default
 
 
 def _refuse_bleu(cfg, model) -> None:
@@ -279,6 +321,8 @@ def _moves_load_bias(model, criterion) -> bool:
     configs = [layer.config for layer in model.moe_layers.values()]
     rules = {config.load_bias for config in configs if config.moves_load_bias}
     name = type(criterion).__name__
+    if hasattr(model, "moe_reports_are_collected"):
+        return bool(rules)
     if rules and not isinstance(criterion, MoECriterion):
         wanted = f"--criterion {' or '.join(CRITERIONS)}"
         raise ValueError(f"--moe-load-bias {rules.pop()} needs {wanted}, not {name}")

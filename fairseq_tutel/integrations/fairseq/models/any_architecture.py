@@ -1,0 +1,223 @@
+"""``--arch NAME_moe``: any architecture of fairseq's registry, with experts in its layers.
+
+    --arch s2t_transformer_s_moe --moe-expert-count 8 --moe-freq 2
+
+A row of fairseq's registry gets a second row with ``_moe`` at the end of its name. The second row
+has the options and defaults of the first, and :class:`AnyMoEOptions`. Its ``build_model`` builds
+the dense model, and then replaces feed-forward blocks by MoE layers. So the model is an instance of
+the dense class, and tasks and criterions that ask for this class take it.
+
+A stack is a list of layers, such as ``encoder.layers``. Layer i (from 1) of each stack gets experts
+if i is a multiple of ``--moe-freq``; in a conformer both of its half-step blocks do.
+``--moe-blocks REGEX`` chooses blocks by their names. ``--moe-freq 0`` is the dense model.
+
+Classes with a dataclass get one of their own, and work with Hydra. The others read a namespace.
+Names of ``transformer`` become architectures of ``transformer_moe``, which has more options.
+
+Names that are registered when the user dir is imported get such a row, also those of other user
+dirs that were imported before.
+"""
+
+import dataclasses
+import functools
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from fairseq import models
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import BaseFairseqModel
+from torch import nn
+
+from ....config.options import as_flag, at_least, check_needs, option
+from ....moe import layers_with_ffn
+from ....moe.model import moe_layers
+from ..options.fields import with_registered
+from ..options.options import MoEOptions, run_options
+from .architectures import ARCHITECTURES
+from .moe_stack import LayerFactory, with_lora, world_size
+from .stock_layers import prepare_layers
+
+ENDING = "_moe"
+_IN_LIST = re.compile(r"(.*)\.(\d+)(?:\..*)?")  # stack, number of the layer
+_OF_CHECKPOINTS = ("w2v_path",)  # options by which a model begins with a trained one
+
+
+@dataclass
+class AnyMoEOptions(MoEOptions, FairseqDataclass):
+    """Options of ``NAME_moe`` beside those of ``NAME``."""
+
+    moe_blocks: Optional[str] = option(
+        None,
+        "regular expression: replace the blocks whose names match, and ignore --moe-freq "
+        "(python -m fairseq_tutel architectures NAME lists names)",
+        group="size",
+    )
+    moe_copy_blocks: bool = option(
+        False,
+        "start every expert as the block that it replaces (on if --w2v-path gives trained ones)",
+        group="size",
+    )
+    moe_gate_loss_wt: float = option(
+        0.01,
+        "weight of the gate (load balance) loss, added to any criterion",
+        at_least(0),
+        group="balance",
+    )
+    moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = option(
+        "average", "how the losses of the MoE layers are combined", group="balance"
+    )
+
+
+class WithExperts:
+    """Mixin of the registered classes, named before the dense class."""
+
+    dense: Any  # the registered class of NAME
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build the dense model, with experts; collective if torch.distributed is initialised."""
+        return put_experts(cls.dense.build_model(args, task), args)
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add the options of the dense class, and those of experts."""
+        if getattr(cls, "__dataclass", None) is not None:
+            BaseFairseqModel.add_args.__func__(cls, parser)
+        else:
+            cls.dense.add_args(parser)
+            gen_parser_from_dataclass(parser, with_registered(AnyMoEOptions)())
+
+
+def register_all() -> None:
+    """Give every architecture of fairseq's registry a row with experts."""
+    ours = {row.model for row in ARCHITECTURES.values()}
+    for arch, dense in list(models.ARCH_MODEL_REGISTRY.items()):
+        name = arch + ENDING
+        if name in models.ARCH_MODEL_REGISTRY or dense in ours or issubclass(dense, WithExperts):
+            continue
+        model_name = models.ARCH_MODEL_NAME_REGISTRY[arch]
+        row = ARCHITECTURES.get(model_name + ENDING)
+        defaults = models.ARCH_CONFIG_REGISTRY[arch]
+        if row is not None:
+            rules = models.ARCH_CONFIG_REGISTRY[row.name]
+            both = functools.partial(_both, defaults, rules)
+            models.register_model_architecture(row.name, name)(both)
+            continue
+        if model_name + ENDING not in models.MODEL_REGISTRY:
+            _register_class(model_name + ENDING, dense)
+        if name not in models.ARCH_MODEL_REGISTRY:  # that of a dataclass is registered by now
+            models.register_model_architecture(model_name + ENDING, name)(defaults)
+        models.ARCH_CONFIG_REGISTRY[name] = functools.partial(_both, defaults, check_options)
+
+
+def _register_class(name: str, dense: Any) -> None:
+    sparse = type(f"{dense.__name__}WithExperts", (WithExperts, dense), {"dense": dense})
+    schema = getattr(dense, "__dataclass", None)
+    if schema is not None:
+        bases = (with_registered(AnyMoEOptions), schema)
+        schema = dataclasses.make_dataclass(f"{schema.__name__}WithExperts", [], bases=bases)
+    models.register_model(name, dataclass=schema)(sparse)
+
+
+def _both(defaults: Callable, rules: Callable, args: Any) -> None:
+    """Set an architecture's defaults; check the options of a command line."""
+    defaults(args)
+    if isinstance(args, Namespace) and hasattr(args, "arch"):
+        rules(args)
+
+
+def check_options(args: Namespace) -> None:
+    """End the program if parsed options of experts contradict each other."""
+    from ..options.command_line import without_tpu
+
+    without_tpu(args)
+    schema = with_registered(AnyMoEOptions)
+    defaults = {field.name: field.default for field in dataclasses.fields(schema)}
+    try:
+        run_options(Namespace(**{**defaults, **vars(args)}), AnyMoEOptions, any_model=True)
+        check_needs(args, AnyMoEOptions, as_flag)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def put_experts(model: Any, args: Any) -> Any:
+    """Replace blocks of a dense model as its options say, and return the model. Collective."""
+    if not (args.moe_freq or args.moe_blocks):
+        return model
+    run = run_options(args, AnyMoEOptions, world_size(args), any_model=True)
+    _refuse_options(run)
+    names = args.moe_blocks or blocks_of(model, args.moe_freq)
+    if not names and moe_layers(model):
+        return adopt(model)  # a part of it comes from a checkpoint, with its experts
+    factory = LayerFactory(run)
+    trained = any(getattr(args, name, None) for name in _OF_CHECKPOINTS)
+    factory.replace(model, names, copy_weights=bool(args.moe_copy_blocks or trained))
+    prepare_layers(model)
+    return adopt(with_lora(model, run))
+
+
+def _refuse_options(run: Any) -> None:
+    """Raise ValueError for options that need a stack of ours."""
+    given = [as_flag("moe_trace", run.args.moe_trace)] if run.args.moe_trace else []
+    given += [f"'auto' for {name}" for name in run.tuned]
+    if given:
+        ours = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{' and '.join(given)}: only {ours} can do this: leave it out")
+
+
+def blocks_of(model: nn.Module, freq: int) -> list[str]:
+    """Return the names of every ``freq``-th layer of each stack that is dense.
+
+    Raise ValueError if the model has no layer with a known feed-forward block, or none is chosen.
+    """
+    stacks: dict[str, dict[str, int]] = {}
+    for name in layers_with_ffn(model):
+        place = _IN_LIST.fullmatch(name)
+        stack, number = (place[1], int(place[2])) if place else (name, 0)
+        stacks.setdefault(stack, {})[name] = number
+    sparse = {name.rpartition(".")[0] for name in moe_layers(model)}
+    begun = {place[1] for name in sparse if (place := _IN_LIST.fullmatch(name))}
+    chosen = [
+        name
+        for stack, layers in stacks.items()
+        if stack not in begun
+        for name, number in layers.items()
+        if (number + 1) % freq == 0
+    ]
+    if chosen or begun:
+        return chosen
+    if not stacks:
+        raise ValueError(
+            f"{type(model).__name__} has no layer whose feed-forward block is known (fc1, "
+            "activation and fc2 of a transformer, w_1 and w_2 of a conformer): give --moe-blocks "
+            "REGEX with the names of modules that map [..., M] to [..., M], or train it dense"
+        )
+    sizes = ", ".join(f"{stack} has {len(layers)}" for stack, layers in stacks.items())
+    raise ValueError(
+        f"--moe-freq {freq} makes no MoE layer ({sizes}): give a smaller number, or 0 for a dense "
+        "model"
+    )
+
+
+def adopt(model: Any) -> Any:
+    """Give a model the attributes by which trainer, criterions and checkpoints find its layers."""
+    layers = moe_layers(model)
+    placements = {layer.groups.num_experts: layer.groups for layer in layers.values()}
+    if len(placements) > 1:
+        counts = " and ".join(map(str, placements))
+        raise ValueError(f"layers of {counts} experts in one model: --moe-expert-count must agree")
+    model.moe_layers, model.moe_groups = layers, next(iter(placements.values()))
+    model.moe_reports_are_collected = True
+    return model
+
+
+def adopt_inner(model: nn.Module) -> None:
+    """Adopt a model around one with experts, such as a recogniser around a wav2vec model."""
+    if getattr(model, "moe_layers", None) is None and any(
+        getattr(module, "moe_reports_are_collected", False) for module in model.modules()
+    ):
+        adopt(model)

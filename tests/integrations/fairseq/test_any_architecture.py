@@ -1,0 +1,141 @@
+"""``--arch NAME_moe``: every model class trains with experts, on several ranks as on one."""
+
+import pytest
+import torch
+from fairseq import criterions, models
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
+from fairseq.logging import metrics
+from helpers import architectures
+from helpers.architectures import ROWS
+from helpers.distributed import run_ranks
+from helpers.training import named, save
+
+from fairseq_tutel import training
+from fairseq_tutel.distributed import process_world
+from fairseq_tutel.moe.model import moe_layers
+
+UPDATES = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    architectures.make_data(path)
+    return str(path)
+
+
+class InSevenths(CrossEntropyCriterion):
+    """The same loss in other units: sevenths of a token."""
+
+    def forward(self, model, sample, reduce=True):
+        loss, size, log = super().forward(model, sample, reduce)
+        return 7 * loss, 7 * size, {**log, "loss": 7 * log["loss"], "sample_size": 7 * size}
+
+
+def _language_model(folder, *options):
+    return architectures.make_trainer(ROWS["transformer_lm"], folder, *options)
+
+
+@pytest.mark.parametrize("criterion", ["cross_entropy", "in_sevenths", "moe_cross_entropy"])
+def test_any_criterion_gets_the_gate_loss_once(criterion, folder):
+    if "in_sevenths" not in criterions.CRITERION_REGISTRY:
+        register = criterions.register_criterion("in_sevenths", CrossEntropyCriterionConfig)
+        register(InSevenths)
+    trainer = _language_model(folder, "--criterion", criterion, "--clip-norm", "0")
+    model = trainer.model.train()
+    ((sample,),) = architectures.batches(trainer, 1, total=1)
+    with training.collect_aux(model) as aux:
+        logits = model(**sample["net_input"])[0].float()
+    logp = logits.log_softmax(-1).gather(2, sample["target"][..., None])[..., 0]
+    plain = -logp[sample["target"] != 1].mean()
+    weights = list(model.parameters())
+    want = torch.autograd.grad(plain + 0.1 * aux.loss, weights, allow_unused=True)
+    with metrics.aggregate(new_root=True) as logged:
+        trainer.train_step([sample])
+    for weight, grad in zip(weights, want, strict=True):
+        torch.testing.assert_close(weight.grad, grad, rtol=1e-4, atol=1e-6)
+    logged = logged.get_smoothed_values()
+    assert logged["moe_gate_loss"] == pytest.approx(float(aux.loss), rel=1e-3)
+    assert {"moe_util_load", "entropy_gating"} <= logged.keys()
+    shown = plain + 0.1 * aux.loss if criterion.startswith("moe_") else plain
+    assert logged["loss"] == pytest.approx(float(shown) / 0.6931, rel=1e-3)
+
+
+def test_every_name_of_the_registry_has_one_with_experts():
+    names = models.ARCH_MODEL_REGISTRY
+    dense = [name for name in names if not name.endswith("_moe") and "_moe_" not in name]
+    assert len(dense) >= 149
+    assert [name for name in dense if f"{name}_moe" not in names] == []
+    # one with a dataclass has one of its own, and its options are the dense ones and more
+    sparse = models.MODEL_DATACLASS_REGISTRY["wav2vec2_moe"].__dataclass_fields__
+    assert models.MODEL_DATACLASS_REGISTRY["wav2vec2"].__dataclass_fields__.keys() < sparse.keys()
+
+
+def test_blocks_are_chosen_by_their_names_or_none_is(folder):
+    only = _language_model(folder, "--moe-blocks", r"layers\.0$").model
+    assert list(moe_layers(only)) == ["decoder.layers.0.fc1"]
+    dense = _language_model(folder, "--moe-freq", "0")
+    assert type(dense).__name__ == "Trainer" and not moe_layers(dense.model)
+    with pytest.raises(ValueError, match="--moe-freq 3 makes no MoE layer .decoder.layers has 2"):
+        _language_model(folder, "--moe-freq", "3")
+
+
+def test_a_model_without_a_known_block_is_refused_by_name(folder):
+    row = ROWS["transformer_lm"]._replace(arch="lstm_lm", options=ROWS["transformer_lm"].options
+        .partition(" --decoder-layers")[0] + " --decoder-layers 1")  # fmt: skip
+    with pytest.raises(ValueError, match="LSTMLanguageModel has no layer whose .* --moe-blocks"):
+        architectures.make_trainer(row, folder)
+
+
+def _train(names, folder, sets):
+    """Return weights and gradients of gates by name; on one rank also the weights resumed."""
+    architectures.stand_in()
+    found = {}
+    for name in names:
+        row = ROWS[name]
+        trainer = architectures.make_trainer(row, folder)
+        for samples in architectures.batches(trainer, UPDATES):
+            trainer.train_step(samples)
+        gates = {
+            key: float(param.grad.abs().max())
+            for key, param in trainer.model.named_parameters()
+            if "gate.wg" in key
+        }
+        weights = named(trainer)
+        path = f"{sets}/{name}.pt"
+        if process_world()[1] > 1:
+            save(trainer, path, UPDATES)
+            found[name] = weights, gates
+        else:
+            trainer.load_checkpoint(path, reset_optimizer=False)
+            found[name] = weights, gates, named(trainer)
+    return found
+
+
+@pytest.mark.long
+def test_all_train_on_two_ranks_as_on_one(tmp_path):
+    check(list(ROWS), tmp_path)
+
+
+def check(names, tmp_path):
+    architectures.make_data(tmp_path)
+    by_rank, (alone,) = (
+        run_ranks(_train, ranks, names, str(tmp_path), str(tmp_path), timeout=240)
+        for ranks in (2, 1)
+    )
+    problems = []
+    for name in names:
+        two = {**by_rank[1][name][0], **by_rank[0][name][0]}
+        one, gates, resumed = alone[name]
+        assert two.keys() == one.keys() == resumed.keys(), name
+        for key, value in two.items():
+            if not torch.equal(value, resumed[key]):
+                problems.append(f"{name}: {key} is not what was saved")
+            if not torch.allclose(value, one[key], rtol=1e-5, atol=1e-5):
+                distance = float((value - one[key]).abs().max())
+                problems.append(f"{name}: {key} differs by {distance:.1g}")
+        for stack in ROWS[name].stacks:
+            mine = [size for key, size in gates.items() if key.startswith(f"{stack}.")]
+            if not mine or min(mine) == 0:
+                problems.append(f"{name}: gates of {stack} have no gradient: {gates}")
+    assert not problems, "\n".join(problems)
