@@ -18,7 +18,7 @@ from .metrics import (
     utilisation,
     wire_errors,
 )
-from .replace import every_other, layers_with_ffn, replace_ffn
+from .replace import every_other, layers_with_ffn, parts_of_ffn, replace_ffn
 from .reports import METRIC_NAMES, MoEAux, RouterAux, metrics_of, routing_metrics
 from .routers import Router, TopKRouter, make_router, register_router, route_logits
 from .routing import RouterCall, Routing, build_routing
@@ -52,6 +52,7 @@ __all__ = [
     "hold_experts",
     "layers_with_ffn",
     "make_router",
+    "parts_of_ffn",
     "register_experts",
     "register_router",
     "replace_ffn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import sys
@@ -9,154 +10,278 @@ import types
 import wave
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from fairseq import options, tasks, utils
+from fairseq import criterions, models, options, tasks, utils
+from fairseq.criterions import FairseqCriterion
 from fairseq.data import Dictionary, indexed_dataset
+from fairseq.logging import metrics
 from fairseq.trainer import Trainer
+from omegaconf import DictConfig
 
+import fairseq_tutel
 from fairseq_tutel.distributed import process_world
 
+from .architecture_rows import ROWS, Row
 from .training import convert
 
 WORDS = [f"w{i}" for i in range(16)]
 SENTENCES = 24
 COMMON = """
     --cpu --seed 3 --no-save --optimizer sgd --lr 0.05 --clip-norm 0.1 --batch-size 2
-    --ddp-backend legacy_ddp --moe-expert-count 4 --moe-second-expert-policy all
-    --moe-capacity-factor 0 --moe-gate-loss-wt 0.1 --moe-gate-loss-over unpadded
+    --ddp-backend legacy_ddp
 """
-ENCODER = """
-    --encoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24
-    --encoder-attention-heads 2
+SPARSE = """
+    --moe-expert-count 4 --moe-second-expert-policy all --moe-capacity-factor 0
+    --moe-gate-loss-wt 0.1 --moe-gate-loss-over unpadded
 """
-DECODER = """
-    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 24
-    --decoder-attention-heads 2
-"""
-QUIET = " --dropout 0 --attention-dropout 0 --activation-dropout 0"
-PAIR = ENCODER + DECODER + QUIET
-SPEECH = " --criterion label_smoothed_cross_entropy --max-tokens 4000"
-
-
-class Row(NamedTuple):
-    """One model class: how it is trained, and which stacks get experts."""
-
-    arch: str
-    data: str  # folder of the generated data
-    options: str
-    stacks: tuple[str, ...] = ("encoder.layers", "decoder.layers")
-
-
-ROWS = {
-    "transformer_lm": Row(
-        "transformer_lm_big", "text", "--task language_modeling --criterion cross_entropy "
-        "--tokens-per-sample 8" + DECODER + QUIET, ("decoder.layers",)),
-    "masked_lm": Row(
-        "roberta_base", "text", "--task masked_lm --criterion masked_lm --tokens-per-sample 12"
-        + ENCODER + QUIET, ("encoder.sentence_encoder.layers",)),
-    "bart": Row(
-        "bart_base", "text", "--task denoising --criterion cross_entropy --tokens-per-sample 12 "
-        "--mask 0.3 --mask-length span-poisson --replace-length 1 --share-all-embeddings" + PAIR),
-    "transformer": Row(
-        "transformer_iwslt_de_en", "pairs",
-        "--task translation --criterion moe_label_smoothed_cross_entropy" + PAIR),
-    "transformer_align": Row(
-        "transformer_align", "pairs", "--task translation --criterion cross_entropy" + PAIR),
-    **{
-        name: Row(
-            name, "pairs", "--task translation_lev --criterion nat_loss "
-            "--share-all-embeddings --apply-bert-init" + more + PAIR)
-        for name, more in {
-            "nonautoregressive_transformer": " --noise full_mask "
-            "--pred-length-offset --length-loss-factor 0.1",
-            "nacrf_transformer": " --noise full_mask --pred-length-offset --length-loss-factor 0.1 "
-            "--word-ins-loss-factor 0.5 --crf-lowrank-approx 8 --crf-beam-approx 4",
-            "iterative_nonautoregressive_transformer": " --noise full_mask --pred-length-offset "
-            "--length-loss-factor 0.1 --train-step 2",
-            "cmlm_transformer": " --noise full_mask --length-loss-factor 0.1",
-            "levenshtein_transformer": " --noise random_delete",
-            "insertion_transformer": " --noise random_delete",
-        }.items()
-    },
-    "s2t_transformer": Row(
-        "s2t_transformer_s", "speech", "--task speech_to_text" + SPEECH + PAIR,
-        ("encoder.transformer_layers", "decoder.layers")),
-}  # fmt: skip
 
 
 def make_data(folder: Path) -> None:
     """Write all data sets: sentences of 16 words, filter banks, waves."""
     draw = random.Random(1)
     sentences = [draw.choices(WORDS, k=draw.randint(3, 7)) for _ in range(SENTENCES)]
+    backwards = [words[::-1] for words in sentences]
     dictionary = Dictionary()
-    for sentence in sentences:
-        for word in sentence:
-            dictionary.add_symbol(word)
-    for name in ("text", "pairs", "speech"):
-        (folder / name).mkdir()
-        dictionary.save(str(folder / name / "dict.txt"))
-    for side in "ab":
-        dictionary.save(str(folder / "pairs" / f"dict.{side}.txt"))
-        lines = sentences if side == "a" else [line[::-1] for line in sentences]
-        for split in ("train", "valid"):
-            _write(folder / "pairs" / f"{split}.a-b.{side}", lines, dictionary)
+    for word in WORDS:
+        dictionary.add_symbol(word)
+    labels = Dictionary()
+    for word in "01":
+        labels.add_symbol(word)
+    _write_split(folder / "text", "", sentences, dictionary)
+    _write_split(folder / "languages" / "en_XX", "", sentences, dictionary)
+    dictionary.save(str(folder / "languages" / "dict.txt"))
+    for side, lines in (("a", sentences), ("b", backwards)):
+        _write_split(folder / "pairs", f".a-b.{side}", lines, dictionary)
+        _write_split(folder / "channels", f".{side}", lines, dictionary)
+        for each in ("pairs", "channels"):
+            dictionary.save(str(folder / each / f"dict.{side}.txt"))
+    _write_split(folder / "labelled" / "input0", "", sentences, dictionary)
+    kinds = [[str(number % 2)] for number in range(SENTENCES)]
+    _write_split(folder / "labelled" / "label", "", kinds, labels, append_eos=False)
+    _make_speech(folder, sentences, dictionary)
+    _make_waves(folder / "waves", sentences, dictionary)
+    _make_codes(folder / "codes", sentences)
+    _make_pretrained(folder)
+
+
+def _write_split(folder: Path, ending: str, lines, dictionary: Dictionary, **how) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    dictionary.save(str(folder / "dict.txt"))
     for split in ("train", "valid"):
-        _write(folder / "text" / split, sentences, dictionary)
-    _make_speech(folder / "speech", sentences)
+        path = folder / f"{split}{ending}"
+        builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", len(dictionary))
+        for line in lines:
+            ids = dictionary.encode_line(" ".join(line), add_if_not_exist=False, **how)
+            builder.add_item(ids.long())
+        builder.finalize(f"{path}.idx")
 
 
-def _write(path: Path, lines: list[list[str]], dictionary: Dictionary) -> None:
-    builder = indexed_dataset.make_builder(f"{path}.bin", "mmap", len(dictionary))
-    for line in lines:
-        builder.add_item(dictionary.encode_line(" ".join(line), add_if_not_exist=False).long())
-    builder.finalize(f"{path}.idx")
-
-
-def _make_speech(folder: Path, sentences: list[list[str]]) -> None:
-    """Each word is 6 frames of filter banks with one bright channel."""
-    (folder / "config.yaml").write_text(
-        f"audio_root: {folder}\nvocab_filename: dict.txt\n"
-        "input_channels: 1\ninput_feat_per_channel: 16\n"
-    )
-    rows = ["id\taudio\tn_frames\ttgt_text\tspeaker"]
+def _make_speech(folder: Path, sentences: list[list[str]], dictionary: Dictionary) -> None:
+    """Each word is 6 frames of filter banks with one bright channel, or 10 ms of a tone."""
+    banks = folder / "banks"
+    banks.mkdir()
+    lengths = []
     for number, words in enumerate(sentences):
-        generator = np.random.RandomState(number)
-        frames = generator.randn(6 * len(words), 16).astype(np.float32) / 10
+        frames = np.random.RandomState(number).randn(6 * len(words), 16).astype(np.float32) / 10
         for place, word in enumerate(words):
             frames[6 * place : 6 * place + 6, WORDS.index(word)] += 1
-        np.save(folder / f"{number}.npy", frames)
-        rows.append(f"{number}\t{number}.npy\t{len(frames)}\t{' '.join(words)}\tone")
+        np.save(banks / f"{number}.npy", frames)
+        lengths.append(len(frames))
+    texts = [" ".join(words) for words in sentences]
+    codes = [" ".join(str(WORDS.index(word)) for word in words) for words in sentences]
+    counts = [len(words) for words in sentences]
+    names = [f"{number}.npy" for number in range(SENTENCES)]
+    banked = {
+        "audio": names,
+        "n_frames": lengths,
+        "tgt_text": texts,
+        "speaker": ["one"] * SENTENCES,
+    }
+    pairs = {"src_audio": names, "src_n_frames": lengths}
+    tables = {
+        "speech": banked,
+        "voices": {**banked, "src_text": texts},
+        "units": {**pairs, "tgt_audio": codes, "tgt_n_frames": counts},
+        "spectra": {**pairs, "tgt_audio": names, "tgt_n_frames": lengths},
+        "sound": {
+            **banked,
+            "audio": [f"../waves/{number}.wav" for number in range(SENTENCES)],
+            "n_frames": [160 * count for count in counts],
+        },
+    }
+    for name, columns in tables.items():
+        _write_table(folder / name, columns, banks, dictionary, use_audio=name == "sound")
+
+
+def _write_table(folder: Path, columns: dict, banks: Path, dictionary, use_audio: bool) -> None:
+    folder.mkdir()
+    dictionary.save(str(folder / "dict.txt"))
+    settings = {
+        "audio_root": str(banks), "vocab_filename": "dict.txt", "input_channels": 1,
+        "input_feat_per_channel": 16, "use_audio_input": str(use_audio).lower(),
+    }  # fmt: skip
+    settings["features"] = "{win_len_t: 0.025, hop_len_t: 0.01, sample_rate: 16000}"
+    (folder / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in settings.items()))
+    columns = {"id": list(range(SENTENCES)), **columns}
+    rows = [
+        "\t".join(columns),
+        *("\t".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+    ]
     for split in ("train", "valid"):
         (folder / f"{split}.tsv").write_text("\n".join(rows) + "\n")
 
 
-def stand_in() -> None:
-    """Let fairseq read waves by the standard library, and find the numpy of its day.
+def _make_waves(folder: Path, sentences: list[list[str]], dictionary: Dictionary) -> None:
+    folder.mkdir()
+    rows = [str(folder)]
+    for number, words in enumerate(sentences):
+        time = np.arange(160)
+        tones = [np.sin(time * (1 + WORDS.index(word)) / 10) for word in words]
+        samples = (np.concatenate(tones) * 2**13).astype(np.int16)
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setparams((1, 2, 16000, len(samples), "NONE", ""))
+            file.writeframes(samples.tobytes())
+        rows.append(f"{number}.wav\t{len(samples)}")
+    texts = {
+        "ltr": [" ".join(words[:3]) for words in sentences],
+        "km": [" ".join(word for word in words for _ in range(8)) for words in sentences],
+        "lang": [words[0] for words in sentences],
+    }
+    for split in ("train", "valid"):
+        (folder / f"{split}.tsv").write_text("\n".join(rows) + "\n")
+        for ending, lines in texts.items():
+            (folder / f"{split}.{ending}").write_text("\n".join(lines) + "\n")
+    for ending in texts:
+        dictionary.save(str(folder / f"dict.{ending}.txt"))
 
-    It asks for soundfile, and for a name that numpy has had until 1.23.
+
+def _make_codes(folder: Path, sentences: list[list[str]]) -> None:
+    """Units of speech, with their durations and pitches."""
+    folder.mkdir()
+    manifest = folder / "train"
+    codes = np.array([WORDS.index(word) for words in sentences for word in words])
+    for ending, values in (("code", codes), ("dur", 1 + codes % 3), ("pitch", codes % 4)):
+        np.save(f"{manifest}.{ending}.npy", values)
+    counts = "".join(f"{len(words)}\n" for words in sentences)
+    Path(f"{manifest}.leng.txt").write_text(counts)
+    Path(f"{manifest}.path.txt").write_text(counts)
+    settings = {
+        "manifests": {"train": str(manifest)}, "n_units": 16, "f0_vq_n_units": 4,
+        "code_hop_size": 320, "sampling_rate": 16000, "f0_vq_type": "precomp",
+        "f0_vq_name": "pitch", "multispkr": None, "f0_stats": None,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def _make_pretrained(folder: Path) -> None:
+    """Dense models for the rows that begin with one."""
+    for name in ("wav2vec2", "hubert"):
+        trainer = make_trainer(ROWS[name], str(folder), "--optimizer", "adam", dense=True)
+        position = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, "val_loss": None}
+        trainer.consolidate_optimizer()
+        trainer.save_checkpoint(str(folder / f"{name}.pt"), position)
+
+
+def add_names() -> None:
+    """Register what a user dir might: small sizes where there are no options, and a criterion."""
+    if "roberta_enc_dec_tiny" in models.ARCH_MODEL_REGISTRY:
+        return
+    sizes = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in
+        {"layers": 2, "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 2}.items()
+    }  # fmt: skip
+    sizes |= {"dropout": 0.0, "attention_dropout": 0.0, "max_positions": 64}
+    sizes |= {"max_source_positions": 64, "max_target_positions": 64}
+    more = {
+        "roberta_enc_dec": sizes,
+        # stock has no such options, and its wav2vec encoder reads them
+        "xm_transformer": {"load_ema": False, "freeze_regex": None, "encoder_embed_dim": 16},
+    }
+    for name, values in more.items():
+        defaults = models.ARCH_CONFIG_REGISTRY[name]
+
+        def tiny(args, values=values, defaults=defaults):
+            vars(args).update(values)
+            defaults(args)
+
+        models.register_model_architecture(name, f"{name}_tiny")(tiny)
+    criterions.register_criterion("squared_output")(SquaredOutput)
+    fairseq_tutel.register()
+
+
+class SquaredOutput(FairseqCriterion):
+    """Loss of models whose criterion is not a part of fairseq."""
+
+    def __init__(self, task):
+        torch.nn.Module.__init__(self)
+        self.task = task
+
+    def forward(self, model, sample, reduce=True):
+        output = model(**sample["net_input"])
+        output = output["encoder_out"] if isinstance(output, dict) else output
+        output = output[0] if isinstance(output, tuple) else output
+        loss, size = output.float().square().mean() * 2, 2
+        log = {"loss": loss.data, "ntokens": size, "nsentences": size, "sample_size": size}
+        return loss, size, log
+
+    @staticmethod
+    def reduce_metrics(logging_outputs):
+        metrics.log_scalar("loss", sum(float(log["loss"]) for log in logging_outputs))
+
+    @staticmethod
+    def logging_outputs_can_be_summed():
+        return False
+
+
+def stand_in() -> None:
+    """Let fairseq read waves by the standard library, find the numpy of its day, and draw by seed.
+
+    It asks for soundfile, for torchaudio without a use for it, and for an old name in numpy.
     """
     vars(np)["float"] = float
+    stock = np.random.default_rng  # by which wav2vec and HuBERT draw masks
+
+    def default_rng(seed=None):
+        return stock(np.random.randint(2**31) if seed is None else seed)
+
+    np.random.default_rng = default_rng
     module = types.ModuleType("soundfile")
 
-    def read(file, dtype="float64", **_):
+    def read(file, dtype="float64", always_2d=False, **_):
         with wave.open(str(file)) as opened:
             samples = np.frombuffer(opened.readframes(opened.getnframes()), np.int16)
-        return samples.astype(dtype) / 2**15, opened.getframerate()
+        samples = samples.astype(dtype) / 2**15
+        return samples[:, None] if always_2d else samples, opened.getframerate()
 
     vars(module)["read"] = read
     sys.modules["soundfile"] = module
+    for name in ("torchaudio", "torchaudio.sox_effects"):
+        sys.modules.setdefault(name, types.ModuleType(name))
 
 
-def make_trainer(row: Row, folder: str, *more: str) -> Trainer:
+def make_trainer(row: Row, folder: str, *more: str, dense: bool = False) -> Trainer:
     """What fairseq-train builds for a row, with its data loaded. Collective on several ranks."""
+    return trainer_of(make_config(row, folder, *more, dense=dense))
+
+
+def make_config(row: Row, folder: str, *more: str, dense: bool = False) -> DictConfig:
+    """fairseq's config for a row, with experts or ``dense``."""
+    add_names()
+    words = [f"{folder}/{row.data}", *row.options.format(folder=folder).split(), *COMMON.split()]
+    words += ["--arch", row.arch] if dense else ["--arch", f"{row.arch}_moe", *SPARSE.split()]
+    words += more
+    return convert(options.parse_args_and_arch(options.get_training_parser(), input_args=words))
+
+
+def trainer_of(cfg: DictConfig) -> Trainer:
+    """What fairseq-train builds before its loop."""
     for name in ("fairseq", "fairseq_tutel"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    words = [f"{folder}/{row.data}", "--arch", f"{row.arch}_moe", *row.options.split()]
-    words += [*COMMON.split(), *more]
-    cfg = convert(options.parse_args_and_arch(options.get_training_parser(), input_args=words))
+    add_names()
     distributed = cfg.distributed_training
     distributed.distributed_rank, distributed.distributed_world_size = process_world()
     task = tasks.setup_task(cfg.task)
@@ -189,6 +314,7 @@ def _seed_all(seed: int) -> None:
 def batches(trainer: Trainer, updates: int, total: int = 2) -> Iterator[list[dict]]:
     """Yield this rank's batches of every update; ``total`` is of all ranks."""
     dataset = trainer.task.dataset("train")
+    dataset.ordered_indices()  # some datasets draw them
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(1)
     rank, world_size = process_world()

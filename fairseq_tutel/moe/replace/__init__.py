@@ -23,7 +23,7 @@ from ...config import ExpertConfig
 from ...distributed import ExpertParallelGroups, build_groups, experts_of_ffn
 from ..experts import StackedExperts
 from ..layer import MoELayer
-from .places import Match, Place, layers_with_ffn, matching, place_of
+from .places import Match, Place, layers_with_ffn, matching, parts_of_ffn, place_of
 from .probes import check_block, check_copies, check_tokens, fit_width, make_probe
 from .recognize import Network, recognize
 

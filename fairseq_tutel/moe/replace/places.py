@@ -114,7 +114,7 @@ def place_of(model: nn.Module, name: str, block: nn.Module) -> Place:
     Raise ValueError for a block that cannot be replaced.
     """
     place = Place(name, block, model.get_submodule(name.rpartition(".")[0]))
-    if (names := _parts_of(block)) is not None:
+    if (names := parts_of_ffn(block)) is not None:
         place = Place(f"{name}.{names[0]}", _join_parts(block, names), block, names[1:])
     _check_contents(model, name, place)
     return place
@@ -124,13 +124,13 @@ def layers_with_ffn(model: nn.Module) -> list[str]:
     """Return the names of the layers whose feed-forward network is known, and still dense."""
     found = []
     for name, module in model.named_modules():
-        parts = _parts_of(module)
+        parts = parts_of_ffn(module)
         if parts and not isinstance(getattr(module, parts[0]), MoELayer):
             found.append(name)
     return found
 
 
-def _parts_of(layer: nn.Module) -> tuple[str, ...] | None:
+def parts_of_ffn(layer: nn.Module) -> tuple[str, ...] | None:
     """Return the names of a layer's parts from its first to its second linear layer, or None."""
     found = None
     for names in _PARTS_OF_LAYERS:

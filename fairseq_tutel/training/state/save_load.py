@@ -171,6 +171,7 @@ def load_state(
     *,
     with_optimizer: bool = True,
     otherwise: str = "build the model with num_experts={saved}",
+    may_be_dense: bool = False,
 ) -> dict[str, Any]:
     """Read this rank's part of a checkpoint as :func:`save_state` takes it. Collective.
 
@@ -181,6 +182,8 @@ def load_state(
         groups (ExpertParallelGroups): placement of the model's experts.
         with_optimizer (bool): read the optimizer state, too (default True).
         otherwise (str): advice for the error about another number of experts.
+        may_be_dense (bool): accept a file without experts, for the caller to make them
+            (default False).
 
     Returns:
         dict: see :func:`fairseq_tutel.checkpoint.load_for_rank`.
@@ -199,7 +202,7 @@ def load_state(
     is_dense = not any(split_key(name) for name in state["model"])
     if not (wanted or is_dense):
         raise ValueError(f"{path} has experts, and this model has no MoELayer: build it with them")
-    if wanted and is_dense:
+    if wanted and is_dense and not may_be_dense:
         raise ValueError(
             f"{path} is dense, this model has {wanted} experts in each MoE layer: make a set of "
             f"it by {_command('upcycle', path, wanted)}"

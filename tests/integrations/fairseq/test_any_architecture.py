@@ -1,5 +1,7 @@
 """``--arch NAME_moe``: every model class trains with experts, on several ranks as on one."""
 
+import os
+
 import pytest
 import torch
 from fairseq import criterions, models
@@ -87,41 +89,53 @@ def test_a_model_without_a_known_block_is_refused_by_name(folder):
         architectures.make_trainer(row, folder)
 
 
-def _train(names, folder, sets):
+def _train(configs, sets):
     """Return weights and gradients of gates by name; on one rank also the weights resumed."""
     architectures.stand_in()
     found = {}
-    for name in names:
-        row = ROWS[name]
-        trainer = architectures.make_trainer(row, folder)
+    for name, cfg in configs.items():
+        trainer = architectures.trainer_of(cfg)
         for samples in architectures.batches(trainer, UPDATES):
             trainer.train_step(samples)
+        weights, path = named(trainer), f"{sets}/{name}.pt"
         gates = {
             key: float(param.grad.abs().max())
             for key, param in trainer.model.named_parameters()
             if "gate.wg" in key
         }
-        weights = named(trainer)
-        path = f"{sets}/{name}.pt"
         if process_world()[1] > 1:
             save(trainer, path, UPDATES)
             found[name] = weights, gates
         else:
-            trainer.load_checkpoint(path, reset_optimizer=False)
+            trainer.load_checkpoint(path)
             found[name] = weights, gates, named(trainer)
     return found
 
 
+@pytest.mark.parametrize("name", ["transformer_lm", "s2t_conformer"])
+def test_a_dense_checkpoint_becomes_experts_that_compute_the_same(name, folder, tmp_path):
+    row, path = ROWS[name], str(tmp_path / "dense.pt")
+    dense = architectures.make_trainer(row, folder, dense=True)
+    ((sample,),) = architectures.batches(dense, 1, total=1)
+    dense.train_step([dict(sample)])
+    dense.consolidate_optimizer()
+    dense.save_checkpoint(path, {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}})
+    sparse = architectures.make_trainer(row, folder)
+    gates = {n: p.clone() for n, p in sparse.model.named_parameters() if "gate.wg" in n}
+    sparse.load_checkpoint(path)
+    assert moe_layers(sparse.model) and sparse.get_num_updates() == 0
+    for name, gate in gates.items():
+        assert torch.equal(sparse.model.get_parameter(name), gate)
+    found, want = (each.model.eval()(**sample["net_input"])[0] for each in (sparse, dense))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.long
-def test_all_train_on_two_ranks_as_on_one(tmp_path):
-    check(list(ROWS), tmp_path)
-
-
-def check(names, tmp_path):
-    architectures.make_data(tmp_path)
+def test_all_train_on_two_ranks_as_on_one(folder, tmp_path):
+    names = os.environ.get("ARCHITECTURES", " ".join(ROWS)).split()
+    configs = {name: architectures.make_config(ROWS[name], folder) for name in names}
     by_rank, (alone,) = (
-        run_ranks(_train, ranks, names, str(tmp_path), str(tmp_path), timeout=240)
-        for ranks in (2, 1)
+        run_ranks(_train, ranks, configs, str(tmp_path), timeout=900) for ranks in (2, 1)
     )
     problems = []
     for name in names:

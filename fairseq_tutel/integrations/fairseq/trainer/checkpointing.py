@@ -12,6 +12,7 @@ from .... import training
 from ....checkpoint import check_complete
 from ....checkpoint.state import options_of
 from ....distributed import process_world
+from ..models.from_dense import copy_into_experts, is_dense
 from .sets import progress
 from .update_size import other_update_size
 
@@ -103,9 +104,14 @@ class CheckpointMixin:
             self._model.moe_groups,
             with_optimizer=not reset_optimizer,
             otherwise="give --moe-expert-count {saved}",
+            may_be_dense=hasattr(self._model, "moe_reports_are_collected"),
         )
         check_complete(state, filename)
         history = state["optimizer_history"]
+        if is_dense(state["model"]):
+            copy_into_experts(self._model, state["model"], path)
+            state["last_optimizer_state"] = None  # of other parameters
+            logger.info("every expert starts as the dense block of its layer in %s", path)
         try:
             self._load_weights(state, filename)
         except ValueError as error:

@@ -1,0 +1,56 @@
+"""Weights of a dense model in a model of the same architecture with experts."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....checkpoint.layout import split_key
+from ....distributed import experts_of_ffn
+from ....moe import parts_of_ffn
+from ....moe.model import moe_layers
+
+
+def is_dense(weights: Any) -> bool:
+    """Return whether a state dict holds no experts."""
+    return not any(split_key(name) for name in weights)
+
+
+def copy_into_experts(model: Any, weights: MutableMapping[str, Tensor], path: str) -> None:
+    """Start every expert as the dense block of its layer; routers stay as they were drawn.
+
+    The blocks in ``weights`` are replaced by the model's own entries, so that the whole loads
+    strictly. Raise ValueError for a block that is not in the file, or of another size.
+    """
+    model.upgrade_state_dict(weights)  # the names of older checkpoints
+    mine = model.state_dict()
+    for name, layer in moe_layers(model).items():
+        ffn = {key: weights.pop(of) for key, of in _dense_names(model, name, path).items()}
+        try:
+            slots = range(layer.groups.num_local_experts)
+            layer.experts.load_state_dict(experts_of_ffn(ffn, slots))
+        except RuntimeError as error:
+            reason = str(error).split("\n")[1].strip()
+            raise ValueError(
+                f"{path} is dense, and cannot become experts of {name}: {reason}"
+            ) from None
+    for key in mine:
+        if any(key.startswith(f"{name}.") for name in moe_layers(model)):
+            weights[key] = mine[key]
+
+
+def _dense_names(model: nn.Module, name: str, path: str) -> dict[str, str]:
+    """Return tensors of an expert -> those of the layer's block in a dense model."""
+    layer = name.rpartition(".")[0]
+    parts = parts_of_ffn(model.get_submodule(layer))
+    if parts is None:
+        raise ValueError(
+            f"{path} is dense, and the names of {name} in it are not known: only blocks that "
+            "--moe-freq chooses can start as dense ones"
+        )
+    linear = {"fc1": parts[0], "fc2": parts[-1]}
+    return {
+        f"{ours}.{kind}": f"{layer}.{theirs}.{kind}"
+        for ours, theirs in linear.items()
+        for kind in ("weight", "bias")
+    }
