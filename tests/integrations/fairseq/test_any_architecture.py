@@ -1,6 +1,7 @@
 """``--arch NAME_moe``: every model class trains with experts, on several ranks as on one."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropy
 from fairseq.logging import metrics
 from helpers import architectures
 from helpers.architectures import ROWS
-from helpers.distributed import run_ranks
+from helpers.distributed import on_ranks, run_ranks
 from helpers.training import named, save
 
 from fairseq_tutel import training
-from fairseq_tutel.distributed import process_world
+from fairseq_tutel.distributed import gather_texts, is_expert, process_world
+from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe.model import moe_layers
 
 UPDATES = 5
@@ -87,6 +89,88 @@ def test_a_model_without_a_known_block_is_refused_by_name(folder):
         .partition(" --decoder-layers")[0] + " --decoder-layers 1")  # fmt: skip
     with pytest.raises(ValueError, match="LSTMLanguageModel has no layer whose .* --moe-blocks"):
         architectures.make_trainer(row, folder)
+
+
+DROPPED = {"roberta": "--encoder-layerdrop 0.5", "wav2vec2": "--encoder-layerdrop 0.5"}
+
+
+@on_ranks(2)
+def test_ranks_skip_the_same_layers(folder):
+    """Both kinds of layer drop in fairseq; ranks that part would hang, or differ afterwards."""
+    architectures.stand_in()
+    for name, options in DROPPED.items():
+        cfg = architectures.make_config(ROWS[name], folder, "--moe-freq", "1", *options.split())
+        trainer = architectures.trainer_of(cfg)
+        called: list[int] = []
+
+        def note(layer, args, y, called=called):
+            called.append(layer.layer_index)
+
+        for layer in moe_layers(trainer.model).values():
+            layer.register_forward_hook(note)
+        for samples in architectures.batches(trainer, 6, total=4):
+            trainer.train_step(samples)
+        assert gather_texts(str(called)) == [str(called)] * 2
+        assert 0 < len(called) < 24 and len(set(called)) == 2
+        dense = [p for p in trainer.model.parameters() if not is_expert(p)]
+        sums = gather_texts(str([float(p.double().sum()) for p in dense]))
+        assert sums[0] == sums[1]
+
+
+def _gradients(row, folder, *options):
+    trainer = architectures.make_trainer(row, folder, *options, "--clip-norm", "0")
+    trainer.train_step(next(architectures.batches(trainer, 1)))
+    return {name: p.grad for name, p in trainer.model.named_parameters()}
+
+
+def test_checkpointed_layers_keep_the_gate_loss(folder):
+    """The same gradients as without, of all parameters and in padded batches."""
+    flags = ["--moe-freq", "1", "--use-moe-pad-mask"]
+    want = _gradients(ROWS["bart"], folder, *flags)
+    found = _gradients(ROWS["bart"], folder, *flags, "--checkpoint-activations")
+    for name, grad in want.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_goes_to_no_expert(folder):
+    flags = ["--moe-freq", "1", "--use-moe-pad-mask"]
+    trainer = architectures.make_trainer(ROWS["bart"], folder, *flags)
+    (sample,) = next(architectures.batches(trainer, 1, total=1))
+    with training.collect_aux(trainer.model) as aux:
+        trainer.model(**sample["net_input"])
+    tokens = {
+        side: int(sample["net_input"][name].ne(1).sum())
+        for side, name in (("encoder", "src_tokens"), ("decoder", "prev_output_tokens"))
+    }
+    assert int(sample["net_input"]["src_tokens"].eq(1).sum()) > 0
+    for name, load_E in aux.load.items():
+        assert int(load_E.sum()) == 2 * tokens[name.partition(".")[0]], name
+
+
+def test_frozen_layers_add_no_gate_loss_and_thaw(folder):
+    architectures.stand_in()
+    row = ROWS["wav2vec_ctc"]
+    trainer = architectures.make_trainer(row, folder, "--freeze-finetune-updates", "1")
+    gate = trainer.model.get_parameter(f"{row.stacks[0]}.1.fc1.gate.wg.weight")
+    updates = architectures.batches(trainer, 2)
+    trainer.train_step(next(updates))
+    assert gate.grad is None or not gate.grad.any()
+    trainer.train_step(next(updates))
+    assert gate.grad.any()
+
+
+@pytest.mark.parametrize(
+    "task", [{"eval_bleu": True}, {"eval_wer": True}, {"_name": "online_backtranslation"}]
+)
+def test_what_decodes_on_each_rank_is_refused_before_work(task):
+    groups = SimpleNamespace(needs_sync=True, world_size=2)
+    cfg = SimpleNamespace(
+        task=SimpleNamespace(**task), dataset=SimpleNamespace(disable_validation=False)
+    )
+    with pytest.raises(ValueError, match="each rank alone, .* --moe-expert-parallel-size 1"):
+        trainers._refuse_decoding(cfg, SimpleNamespace(moe_groups=groups))
+    groups.needs_sync = False
+    trainers._refuse_decoding(cfg, SimpleNamespace(moe_groups=groups))
 
 
 def _train(configs, sets):

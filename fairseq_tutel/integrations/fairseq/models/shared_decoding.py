@@ -92,6 +92,7 @@ class SharedDecoding:
 def is_spread(model: nn.Module) -> bool:
     """Return whether a language model's experts are spread over ranks."""
     groups = getattr(model, "moe_groups", None)
-    if groups is None or not groups.needs_sync or not hasattr(model, "decoder"):
+    decoder = getattr(model, "decoder", None)
+    if groups is None or not groups.needs_sync or not hasattr(decoder, "shared_decoding"):
         return False
     return not hasattr(model, "encoder")  # other ranks would have to compute its layers too

@@ -179,8 +179,27 @@ def _share_batches(corpus: _Corpus, models, task) -> None:
     task.get_batch_iterator, task.inference_step = get_batch_iterator, inference_step
 
 
+def _drop_nothing(model) -> None:
+    """Let a model of any architecture generate without a capacity; ValueError if it cannot."""
+    if model.moe_groups.needs_sync:
+        raise ValueError(
+            f"the experts of {type(model).__name__} are spread over ranks, which cannot generate "
+            "together: leave moe_expert_parallel_size out of --model-overrides, or give 1"
+        )
+
+    def without_capacity(layer, args, kwargs):
+        return args, {"capacity_factor": 0.0, **kwargs}
+
+    for layer in model.moe_layers.values():
+        layer.register_forward_pre_hook(without_capacity, with_kwargs=True)
+
+
 def prepare_generation(models, task) -> None:
     """Warn of unknown words in prompts, share batches, use one thread for small models."""
+    for model in models:
+        scores = program() in ("fairseq-validate", "fairseq-eval-lm")
+        if hasattr(model, "moe_reports_are_collected") and not scores:
+            _drop_nothing(model)
     dictionary = task.source_dictionary
     if dictionary is not None:
         dictionary.encode_line = functools.partial(_encode_line, dictionary)

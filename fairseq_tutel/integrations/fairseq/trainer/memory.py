@@ -37,8 +37,10 @@ class MemoryMixin:
 
         ``num_experts``: with so many experts instead, weights included.
         """
-        symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         model = self.cfg.model
+        if hasattr(self._model, "moe_reports_are_collected"):
+            return None  # the planner's formulas are for our own models
+        symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         ranks = self.data_parallel_world_size
         if self._model.moe_groups.simulated:
             ranks = self._model.moe_groups.world_size

@@ -29,6 +29,9 @@ from .run_logs import ExchangeLog, ExpertLoadLog
 from .sets import changed
 
 logger = logging.getLogger(__name__)
+# what decodes in validation, or in training: the number of passes depends on a rank's sentences
+_DECODING_OPTIONS = ("eval_bleu", "eval_wer", "eval_inference")
+_DECODING_TASKS = ("online_backtranslation", "semisupervised_translation")
 # options that the trainer reads
 _READ = ("moe_normalize_expert_grad", "moe_load_log_interval", "num_workers_valid")
 
@@ -65,7 +68,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         refuse_in_training(cfg.model)
         check_needs(cfg.model, MoEOptions, as_flag)  # Hydra has no rules of the command line
         _prepare_config(cfg, model)
-        _refuse_bleu(cfg, model)
+        _refuse_decoding(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._gate_loss = _gate_loss(cfg.model, model, criterion)
         self._routing_logs = []  # of all ranks, if a GateLoss makes them
@@ -305,12 +308,17 @@ def _default(name: str):
     return AnyMoEOptions.__dataclass_fields__[name].default
 
 
-def _refuse_bleu(cfg, model) -> None:
-    """Raise ValueError for --eval-bleu if a rank would need other ranks' experts to translate."""
-    skipped = cfg.dataset.disable_validation
-    if getattr(cfg.task, "eval_bleu", False) and model.moe_groups.needs_sync and not skipped:
+def _refuse_decoding(cfg, model) -> None:
+    """Raise ValueError if a rank would decode alone, and needs other ranks' experts for it."""
+    if not model.moe_groups.needs_sync:
+        return
+    valid = () if cfg.dataset.disable_validation else _DECODING_OPTIONS
+    given = [as_flag(name) for name in valid if getattr(cfg.task, name, False)]
+    if getattr(cfg.task, "_name", None) in _DECODING_TASKS:
+        given.append(f"--task {cfg.task._name}")
+    if given:
         raise ValueError(
-            "--eval-bleu translates on each rank alone, and the experts are spread over "
+            f"{given[0]} translates on each rank alone, and the experts are spread over "
             f"{model.moe_groups.world_size} ranks: give --moe-expert-parallel-size 1, so that each "
             "rank has all experts, or leave it out and use fairseq-generate"
         )
