@@ -314,6 +314,7 @@ def _seed_all(seed: int) -> None:
 def batches(trainer: Trainer, updates: int, total: int = 2) -> Iterator[list[dict]]:
     """Yield this rank's batches of every update; ``total`` is of all ranks."""
     dataset = trainer.task.dataset("train")
+    _seed_all(0)
     dataset.ordered_indices()  # some datasets draw them
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(1)
