@@ -10,6 +10,8 @@ USAGE = """\
 usage: python -m fairseq_tutel                     the options to begin with, other commands
        python -m fairseq_tutel options [WORD ...]  all options that this package adds to fairseq,
                                                    or those whose name or text has every word
+       python -m fairseq_tutel architectures [WORD]  the names of --arch with experts, and their
+                                                   layers that can get them, as a table
        python -m fairseq_tutel configs             the folder of shipped configs, for --config-dir
        python -m fairseq_tutel table               the options as tables in Markdown
 """
@@ -22,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(f"{CONFIGS}\n")
         return 0
     searches = arguments[:1] == ["options"]
-    if not searches and arguments not in ([], ["-h"], ["--help"], ["table"]):
+    lists = arguments[:1] == ["architectures"] and len(arguments) <= 2
+    if not searches and not lists and arguments not in ([], ["-h"], ["--help"], ["table"]):
         sys.stderr.write(f"{USAGE}error: unknown: {' '.join(arguments)}\n")
         return EXIT_USAGE
     if importlib.util.find_spec("fairseq") is None:
@@ -32,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     register()
+    if lists:
+        from .integrations.fairseq.models.listing import listing
+
+        sys.stdout.write(listing(*arguments[1:]))
+        return 0
     from .integrations.fairseq.options import help
 
     if words := arguments[1:] if searches else []:

@@ -15,6 +15,7 @@ from helpers.training import named, save
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import gather_texts, is_expert, process_world
+from fairseq_tutel.integrations.fairseq.models.listing import listing
 from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe.model import moe_layers
 
@@ -73,6 +74,14 @@ def test_every_name_of_the_registry_has_one_with_experts():
     # one with a dataclass has one of its own, and its options are the dense ones and more
     sparse = models.MODEL_DATACLASS_REGISTRY["wav2vec2_moe"].__dataclass_fields__
     assert models.MODEL_DATACLASS_REGISTRY["wav2vec2"].__dataclass_fields__.keys() < sparse.keys()
+
+
+def test_the_listing_names_stacks_or_why_there_are_none():
+    rows = {row.split(" | ")[1]: row for row in listing("conv").splitlines()[2:]}
+    wanted = "| encoder.transformer_layers (6), decoder.layers (6) |"
+    assert "`convtransformer_moe`" in rows["convtransformer"]
+    assert rows["convtransformer"].endswith(wanted)
+    assert "refused: it has no layer whose feed-forward" in rows["lightconv"]
 
 
 def test_blocks_are_chosen_by_their_names_or_none_is(folder):

@@ -176,11 +176,9 @@ def blocks_of(model: nn.Module, freq: int) -> list[str]:
     """
     stacks: dict[str, dict[str, int]] = {}
     for name in layers_with_ffn(model):
-        place = _IN_LIST.fullmatch(name)
-        stack, number = (place[1], int(place[2])) if place else (name, 0)
+        stack, number = stack_of(name)
         stacks.setdefault(stack, {})[name] = number
-    sparse = {name.rpartition(".")[0] for name in moe_layers(model)}
-    begun = {place[1] for name in sparse if (place := _IN_LIST.fullmatch(name))}
+    begun = {stack_of(name)[0] for name in moe_layers(model)}
     chosen = [
         name
         for stack, layers in stacks.items()
@@ -201,6 +199,12 @@ def blocks_of(model: nn.Module, freq: int) -> list[str]:
         f"--moe-freq {freq} makes no MoE layer ({sizes}): give a smaller number, or 0 for a dense "
         "model"
     )
+
+
+def stack_of(name: str) -> tuple[str, int]:
+    """Return the list that holds a layer, and the layer's number; without a list its name and 0."""
+    place = _IN_LIST.fullmatch(name)
+    return (place[1], int(place[2])) if place else (name, 0)
 
 
 def adopt(model: Any) -> Any:
