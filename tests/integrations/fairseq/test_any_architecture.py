@@ -168,6 +168,32 @@ def test_frozen_layers_add_no_gate_loss_and_thaw(folder):
     assert gate.grad.any()
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_finetuning_builds_on_a_model_with_experts(dense, folder, tmp_path):
+    """By the dense name and by the other one: both find the experts inside, and train them."""
+    architectures.stand_in()
+    path = str(tmp_path / "x.pt")
+    inner = architectures.make_trainer(ROWS["wav2vec2"], folder, "--optimizer", "adam")
+    save(inner, path, 0)
+    row = ROWS["wav2vec_ctc"]
+    outer = architectures.make_trainer(row, folder, "--w2v-path", path, dense=dense)
+    assert type(outer).__name__ == "MoETrainer"
+    prefix = "w2v_encoder.w2v_model."
+    names = [name.removeprefix(prefix) for name in moe_layers(outer.model)]
+    assert names == list(moe_layers(inner.model)) == ["encoder.layers.1.fc1"]
+    for name, value in inner.model.encoder.layers[1].named_parameters():
+        other = outer.model.get_parameter(f"{prefix}encoder.layers.1.{name}")
+        assert torch.equal(other, value), name
+    outer.train_step(next(architectures.batches(outer, 1)))
+    assert outer.model.get_parameter(f"{prefix}encoder.layers.1.fc1.gate.wg.weight").grad.any()
+
+
+def test_hydra_is_told_the_command_for_a_class_without_a_dataclass():
+    model = models.MODEL_REGISTRY["s2t_transformer_moe"]
+    with pytest.raises(ValueError, match="not from Hydra: fairseq-train .* --arch s2t_tr"):
+        model.build_model(SimpleNamespace(_name="s2t_transformer_s_moe"), None)
+
+
 @pytest.mark.parametrize(
     "task", [{"eval_bleu": True}, {"eval_wer": True}, {"_name": "online_backtranslation"}]
 )

@@ -80,6 +80,15 @@ class WithExperts:
     @classmethod
     def build_model(cls, args, task):
         """Build the dense model, with experts; collective if torch.distributed is initialised."""
+        if getattr(cls, "__dataclass", None) is None:
+            if not hasattr(args, "arch"):
+                raise ValueError(
+                    f"{cls.dense.__name__} takes its options from a command line, not from Hydra: "
+                    f"fairseq-train DATA --user-dir fairseq_tutel --arch {args._name} ..."
+                )
+            for field in dataclasses.fields(with_registered(AnyMoEOptions)):
+                if not hasattr(args, field.name):  # a checkpoint older than the option
+                    setattr(args, field.name, field.default)
         return put_experts(cls.dense.build_model(args, task), args)
 
     @classmethod
