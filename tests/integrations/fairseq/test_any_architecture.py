@@ -1,11 +1,12 @@
 """``--arch NAME_moe``: every model class trains with experts, on several ranks as on one."""
 
+import dataclasses
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq import criterions, models
+from fairseq import checkpoint_utils, criterions, models
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
 from fairseq.logging import metrics
 from helpers import architectures
@@ -186,6 +187,21 @@ def test_finetuning_builds_on_a_model_with_experts(dense, folder, tmp_path):
         assert torch.equal(other, value), name
     outer.train_step(next(architectures.batches(outer, 1)))
     assert outer.model.get_parameter(f"{prefix}encoder.layers.1.fc1.gate.wg.weight").grad.any()
+
+
+@pytest.mark.parametrize("name", ["bart", "s2t_conformer", "transformer_lm"])
+def test_programs_load_what_was_saved(name, folder, tmp_path):
+    """The model of a class with a namespace or a dataclass; generation then drops nothing."""
+    limit = ["--moe-eval-capacity-factor", "0.1"]
+    trainer = architectures.make_trainer(ROWS[name], folder, "--optimizer", "adam", *limit)
+    (sample,) = next(architectures.batches(trainer, 1, total=1))
+    path = str(tmp_path / "x.pt")
+    save(trainer, path, 0)
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([path])
+    for layer in moe_layers(trainer.model).values():
+        layer.config = dataclasses.replace(layer.config, eval_capacity_factor=0.0)
+    found, want = (m.eval()(**sample["net_input"])[0] for m in (model, trainer.model))
+    torch.testing.assert_close(found, want)
 
 
 def test_hydra_is_told_the_command_for_a_class_without_a_dataclass():

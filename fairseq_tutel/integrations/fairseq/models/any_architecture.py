@@ -30,6 +30,7 @@ from fairseq import models
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import BaseFairseqModel
+from omegaconf import OmegaConf
 from torch import nn
 
 from ....config.options import as_flag, at_least, check_needs, option
@@ -86,6 +87,8 @@ class WithExperts:
                     f"{cls.dense.__name__} takes its options from a command line, not from Hydra: "
                     f"fairseq-train DATA --user-dir fairseq_tutel --arch {args._name} ..."
                 )
+            if OmegaConf.is_config(args):  # a checkpoint's; stock gives these classes a namespace
+                args = Namespace(**OmegaConf.to_container(args, enum_to_str=True))
             for field in dataclasses.fields(with_registered(AnyMoEOptions)):
                 if not hasattr(args, field.name):  # a checkpoint older than the option
                     setattr(args, field.name, field.default)

@@ -79,5 +79,7 @@ def name_with_experts(name: str | None) -> str | None:
     """Return the architecture for a checkpoint with MoE layers that states this name."""
     if name is None or name in ARCHITECTURES:
         return name
+    if name.endswith("_moe") and name in models.ARCH_MODEL_REGISTRY:
+        return name  # of any architecture
     rows = [row for row in ARCHITECTURES.values() if name.startswith(row.replaces)]
     return max(rows, key=lambda row: len(row.replaces)).name if rows else name
