@@ -128,7 +128,8 @@ def _call_main(original, cfg, main, **kwargs):
     name = Path(inspect.unwrap(main).__code__.co_filename).stem
     path = cfg.common_eval.path if name in ("eval_lm", "validate", "interactive") else None
     ours = name == "train" and cfg.model._name in ARCHITECTURES
-    trains = ours or name == "train" and any(moe_frequencies(cfg.model))
+    asked = any(moe_frequencies(cfg.model)) or getattr(cfg.model, "moe_blocks", None)
+    trains = ours or name == "train" and asked
     if trains or path is not None and evaluation.is_moe_checkpoint(path):
         if name == "train":
             follow_set(cfg)
