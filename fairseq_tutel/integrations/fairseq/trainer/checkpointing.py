@@ -109,9 +109,9 @@ class CheckpointMixin:
         check_complete(state, filename)
         history = state["optimizer_history"]
         if is_dense(state["model"]):
-            copy_into_experts(self._model, state["model"], path)
+            copy_into_experts(self._model, state["model"], filename)
             state["last_optimizer_state"] = None  # of other parameters
-            logger.info("every expert starts as the dense block of its layer in %s", path)
+            logger.info("every expert starts as the dense block of its layer in %s", filename)
         try:
             self._load_weights(state, filename)
         except ValueError as error:
