@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from torch import nn
 
     from ..config import ExchangeConfig, ExpertConfig, MoEConfig, Options
+    from .experts import OwnExperts
 
 
 class RoutingOptions(TypedDict, total=False):
@@ -83,7 +84,7 @@ class BlockOptions(LayerOptions, total=False):
     hidden_dim: int | None
     config: MoEConfig | None
     gate: nn.Module | None
-    experts: ExpertConfig | Sequence[nn.Module] | Callable[[], nn.Module] | None
+    experts: ExpertConfig | OwnExperts | None
     exchange: ExchangeConfig | str
     record_exchange_time: bool
     skip_exchange: bool

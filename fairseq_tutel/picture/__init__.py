@@ -189,15 +189,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = "fairseq's --save-dir; several, or logs, with a name if wanted: they are compared"
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]SAVE_DIR", help=what)
+    parser.add_argument("save_dir", nargs="+", metavar="[NAME=]SAVE_DIR", help=what)
     newest = "fairseq's log of the run (default: the newest .log file in SAVE_DIR)"
     parser.add_argument("--log", type=Path, action="append", metavar="FILE", help=newest)
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the pictures (default: SAVE_DIR)"
     )
     options = parser.parse_args(argv)
-    folder, logs = Path(options.runs[0]), options.log or []
-    several = len(options.runs) > 1
+    folder, logs = Path(options.save_dir[0]), options.log or []
+    several = len(options.save_dir) > 1
     if several and logs or len(logs) > 1:
         parser.error("--log names the log of one run; compare runs by their folders or logs alone")
     if not several and not folder.is_dir():
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(1, f"{parser.prog}: error: matplotlib is missing: pip install matplotlib\n")
     if several:
         try:
-            lines = compare_runs(options.runs, (options.out or Path()) / "comparison.png")
+            lines = compare_runs(options.save_dir, (options.out or Path()) / "comparison.png")
         except (ValueError, OSError) as error:
             parser.error(str(error))
         sys.stdout.write("".join(f"{line}\n" for line in lines))

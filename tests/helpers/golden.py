@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from helpers.assertions import rms_ratio
 from helpers.commands import ROOT, logged
+from helpers.sets import member
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 UPDATES = 20
@@ -49,7 +50,7 @@ def weights(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Every tensor of a set; an expert's key says which rank's file holds it."""
     found = {}
     for part in ("shared", *(f"rank-{rank}" for rank in range(ranks))):
-        state = torch.load(folder / f"checkpoint_last-{part}.pt", weights_only=False)["model"]
+        state = torch.load(member(folder / "checkpoint_last.pt", part), weights_only=False)["model"]
         found.update({f"{part}: {key}": value for key, value in state.items()})
     return found
 

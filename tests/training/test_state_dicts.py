@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.assertions import assert_same_state
 from helpers.distributed import run_ranks
+from helpers.sets import member
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -69,7 +70,8 @@ def check_ranks(folder):
             model.load_state_dict(full, strict=False)
     training.save_checkpoint(os.path.join(folder, "set.pt"), model)
     for part in ("shared", "rank-0", "rank-1"):
-        saved = torch.load(os.path.join(folder, f"set-{part}.pt"), weights_only=False)["model"]
+        path = member(os.path.join(folder, "set.pt"), part)
+        saved = torch.load(path, weights_only=False)["model"]
         assert not any("held" in name for name in saved), part
     if rank == 0:
         torch.save(full, os.path.join(folder, "full.pt"))

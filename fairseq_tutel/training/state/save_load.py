@@ -42,8 +42,8 @@ def save_checkpoint(
     >>> optimizer = torch.optim.AdamW(layer.parameters())
     >>> folder = tempfile.mkdtemp()
     >>> path = save_checkpoint(f"{folder}/last.pt", layer, optimizer, {"step": 20})
-    >>> [name[:8] + name[-10:] for name in sorted(os.listdir(folder))]  # each save has a number
-    ['last.ptlast.pt', 'last.pt.rank-0.pt', 'last.pt.shared.pt']
+    >>> sorted(name.partition("-")[2] for name in os.listdir(folder))  # last.pt, last.pt.ID-...
+    ['', 'rank-0.pt', 'shared.pt']
     >>> load_checkpoint(path, layer, optimizer)
     {'step': 20}
 

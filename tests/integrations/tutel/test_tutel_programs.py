@@ -34,9 +34,9 @@ def no_tutel(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("words", [["{folder}/program.py"], ["-m", "program"]])
+@pytest.mark.parametrize("words", [["{folder}/of_tutel.py"], ["-m", "of_tutel"]])
 def test_a_program_runs_as_it_is(tmp_path, monkeypatch, words):
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "of_tutel.py").write_text(PROGRAM)
     (tmp_path / "beside.py").write_text("found = []\n")
     monkeypatch.syspath_prepend(tmp_path)
     words = [word.format(folder=tmp_path) for word in words]
@@ -44,7 +44,7 @@ def test_a_program_runs_as_it_is(tmp_path, monkeypatch, words):
     command.main()
     ((arguments, name, shape),) = sys.modules["beside"].found
     assert (arguments[1:], name, shape) == (["--flag", "1"], "__main__", (3, 4))
-    assert str(tmp_path / "program.py") == arguments[0]
+    assert str(tmp_path / "of_tutel.py") == arguments[0]
 
 
 def test_tutel_itself_is_not_replaced_unless_asked_for(monkeypatch):
