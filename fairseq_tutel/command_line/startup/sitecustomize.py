@@ -17,7 +17,8 @@ _QUIET = os.path.join(_HERE, "..", "quiet.py")
 
 runpy.run_path(_QUIET)["silence_imports"]()
 if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(line_buffering=True)  # other ranks write there, too
+    # other ranks write there, too; PYTHONUNBUFFERED would write each argument of print by itself
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
 # Ctrl-C ends a rank that imports without a traceback: there is nothing to put in order
 if signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -130,7 +130,9 @@ def assert_equal_tensors(what, got, want, slices):
         # rounding is all there is in its gradient, and Adam amplifies that
         if not name.endswith("k_proj.bias"):
             assert value.shape == expected.shape, name
-            assert rms_ratio(value, expected) < 1e-4, f"{what} of {name}"
+            # a score at the edge of a bin of the quantile rule's histogram may fall on either side
+            limit = 0.01 if name.endswith("load_bias") else 1e-4
+            assert rms_ratio(value, expected) < limit, f"{what} of {name}"
 
 
 def assert_trained_like_one(one, ranks, sliced_experts):

@@ -73,7 +73,7 @@ def _together(main):
     def main_of_rank(cfg):
         global _corpus
         if isinstance(sys.stdout, io.TextIOWrapper):  # ranks may write to the same pipe
-            sys.stdout.reconfigure(line_buffering=True)
+            sys.stdout.reconfigure(line_buffering=True, write_through=False)
         _corpus = _Corpus()
         try:
             return main(cfg)
