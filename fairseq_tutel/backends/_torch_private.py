@@ -80,14 +80,8 @@ def is_hooked(module: nn.Module) -> bool:
     every = nn.modules.module
     own = module._forward_hooks or module._forward_pre_hooks
     own = own or module._backward_hooks or module._backward_pre_hooks
-    for hooks in (every._global_forward_hooks, every._global_forward_pre_hooks):
-        # FlopCounterMode's tracker only notes which module runs: operators count by themselves
-        own = own or (hooks and not all(map(_is_tracker, hooks.values())))
-    return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
-
-
-def _is_tracker(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__name__ == "ModuleTracker"
+    forward = every._global_forward_hooks or every._global_forward_pre_hooks
+    return bool(own or forward or every._global_backward_hooks or every._global_backward_pre_hooks)
 
 
 def first_parameter(module: nn.Module) -> nn.Parameter | None:

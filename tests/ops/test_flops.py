@@ -111,14 +111,15 @@ def test_an_operator_that_computes_again_counts_it(kept, again):
 
 
 def test_low_rank_updates():
-    """Both passes add the updates to the weights; gradients of A and B take four products each."""
-    r, R = 4, T * K
+    """The counter hooks the experts, which then run twice, with gradients of the summed weights."""
+    rank = 4
     model = nn.Sequential(MoELayer(M, E, F, top_k=K, **DROPLESS))
-    add_lora(model, rank=r)
+    add_lora(model, rank=rank)
     frozen = DenseLoop().requires_grad_(False)
     x = torch.randn(T, M, requires_grad=True)
-    sums, factors = 2 * E * r * 2 * M * F, 2 * R * r * 4 * (M + F)
-    assert flops(model, x) == flops(frozen, x) + 2 * sums + factors
+    sums, product = 2 * E * rank * 2 * M * F, 2 * T * K * 2 * M * F
+    # forward twice, gradients of rows (as frozen) and sums; A B twice, gradients of A and B
+    assert flops(model, x) == flops(frozen, x) + 2 * product + 4 * sums
 
 
 def count_on_ranks():
