@@ -3,7 +3,8 @@
 A save writes its files under names that no other save has, ``X.pt.ID-shared.pt`` and
 ``X.pt.ID-rank-N.pt``: a set in Meta's layout with the stem ``X.pt.ID``. When they are on the disk,
 one process replaces ``X.pt`` in one step. A crash before that leaves the old set, a crash after it
-the new one. Files that no index names are removed by the next save of ``X.pt``.
+the new one. Files that no index names are removed after the next save of ``X.pt``, unless there was
+no ``X.pt`` before it: they may then be a set whose index was lost.
 """
 
 import contextlib
@@ -38,13 +39,23 @@ def is_member(name: str) -> bool:
     return _MEMBER.fullmatch(name) is not None
 
 
+def of_member(path: str) -> str:
+    """Return the path of the index that belongs to a member or its set; else the path itself."""
+    folder, name = os.path.split(path)
+    member = _MEMBER.fullmatch(name)
+    return os.path.join(folder, member["index"]) if member else path
+
+
 def read_index(cset: CheckpointSet) -> CheckpointSet | None:
     """Return the location of the files that X.pt names; None if it is missing or no index.
 
     The files may have been renamed with the index. A copy of the index alone, or a link to it,
     names the files of the original. CheckpointError if the index is damaged.
     """
-    if not os.path.exists(cset.path) or os.path.getsize(cset.path) > _LARGEST:
+    try:
+        if os.stat(cset.path).st_size > _LARGEST:
+            return None
+    except FileNotFoundError:  # any other error does not say that it is missing
         return None
     Checksums(cset.path)  # of the names
     names = load_file(cset.path).get(_MEMBERS)
@@ -71,19 +82,23 @@ def visible_files(cset: CheckpointSet) -> dict[Role, str]:
 
 
 def begin(cset: CheckpointSet) -> str:
-    """Make the folder, remove what interrupted saves of X.pt left; return the id of a new save."""
+    """Make the folder; return the id of a new save of X.pt."""
     os.makedirs(cset.directory or ".", exist_ok=True)
-    remove_unnamed(cset)
     return secrets.token_hex(8)
 
 
 @contextlib.contextmanager
-def cleaning_up(cset: CheckpointSet) -> Iterator[None]:
-    """Remove the files of a save that fails in the block."""
+def cleaning_up(cset: CheckpointSet, save_id: str) -> Iterator[None]:
+    """Remove the files of this save if it fails in the block, unless X.pt names them."""
     try:
         yield
     except BaseException:
-        remove_unnamed(cset)
+        new = members_of(cset, save_id)
+        with contextlib.suppress(OSError, CheckpointError):
+            named = read_index(cset)
+            if named is None or named.path != new.path:
+                for path in new.files().values():
+                    Path(path).unlink(missing_ok=True)
         raise
 
 
@@ -103,13 +118,18 @@ def commit(cset: CheckpointSet, save_id: str, roles: Collection[Role]) -> None:
     if MERGED not in roles:
         save_file({"about": _ABOUT, _MEMBERS: [new.name_of(role) for role in roles]}, new.path)
     sync_directory(cset.directory)
+    existed = os.path.exists(cset.path)
     os.replace(new.path, cset.path)
     try:
         sync_directory(cset.directory)
     except OSError as error:
         text = f"{cset.path}: saved, but the folder could not be forced to the disk: {error}"
         raise CheckpointError(text) from error
-    remove_unnamed(cset, earlier=True)
+    # another job under this name may have taken them for litter: then the old set must stay
+    if MERGED not in roles and not set(roles) <= set(new.files()):
+        raise CheckpointError(f"{cset.path}: another job under this name removed the files of it")
+    with contextlib.suppress(OSError, CheckpointError):
+        _remove_files(cset, unnamed=existed)
 
 
 def remove(cset: CheckpointSet) -> None:
@@ -117,41 +137,43 @@ def remove(cset: CheckpointSet) -> None:
 
     Therefore an interrupted removal is seen, and can be repeated.
     """
-    _remove_files(cset, earlier=True, named_elsewhere=True)
+    _remove_files(cset, named_elsewhere=True)
     Path(cset.path).unlink(missing_ok=True)
 
 
-def remove_unnamed(cset: CheckpointSet, *, earlier: bool = False) -> None:
-    """Remove files of saves of X.pt that no index in the folder names; the next save retries.
+def _remove_files(cset: CheckpointSet, *, unnamed=True, named_elsewhere: bool = False) -> None:
+    """Remove the set that an earlier version wrote under the name, and files of saves of X.pt.
 
-    ``earlier``: also the set that an earlier version wrote under the name.
+    ``unnamed``: those that no index in the folder names. ``named_elsewhere``: also those that X.pt
+    names. OSError if a file cannot be read that may be an index.
     """
-    with contextlib.suppress(OSError, CheckpointError):
-        read_index(cset)  # if it is damaged, nobody knows which files it names
-        _remove_files(cset, earlier=earlier)
-
-
-def _remove_files(cset: CheckpointSet, *, earlier: bool, named_elsewhere: bool = False) -> None:
     index, names = cset.name_of(MERGED), [path.name for path in Path(cset.directory).glob("*")]
     mine = [match for match in map(_MEMBER.fullmatch, names) if match and match["index"] == index]
-    others = [name for name in names if not is_member(name)] if mine else []
+    others = [name for name in names if not is_member(name)] if mine and unnamed else []
     texts = [_text(cset, name) for name in others if not (named_elsewhere and name == index)]
     gone = [
         match[0]
         for match in mine
-        if not any(f"{match['id']}-shared.pt".encode() in text for text in texts)
+        if unnamed and not any(f"{match['id']}-shared.pt".encode() in text for text in texts)
     ]
-    if earlier:
+    if _has_earlier_set(cset):
         endings = {name: name.removeprefix(cset.stem) for name in names}
-        gone += [name for name, end in endings.items() if end != name and _EARLIER.fullmatch(end)]
+        found = [name for name, end in endings.items() if end != name and _EARLIER.fullmatch(end)]
+        gone += sorted(found, key=lambda name: name == cset.name_of(SHARED))  # it tells: the last
     for name in gone:
         Path(cset.directory, name).unlink(missing_ok=True)
+
+
+def _has_earlier_set(cset: CheckpointSet) -> bool:
+    """Return whether X-shared.pt is part of a checkpoint, and not a file of somebody else's."""
+    path = cset.path_of(SHARED)
+    return os.path.exists(path) and isinstance(load_file(path).get("model"), dict)
 
 
 def _text(cset: CheckpointSet, name: str) -> bytes:
     """Return the bytes of a file that may be an index; torch stores texts as they are."""
     path = Path(cset.directory, name)
-    with contextlib.suppress(OSError):
-        if name.endswith(".pt") and path.stat().st_size <= _LARGEST:
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_file() and path.stat().st_size <= _LARGEST:
             return path.read_bytes()
     return b""

@@ -74,10 +74,10 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
         for role, content in states.items():
             _write(cset, role, content, metadata)
 
-    with index.cleaning_up(cset) if rank == 0 else contextlib.nullcontext():
-        saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
-        save_id, num_experts = saves[0][0], _agreed_num_experts(saves)
-        metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
+    saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
+    save_id, num_experts = saves[0][0], _agreed_num_experts(saves)
+    metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
+    with index.cleaning_up(cset, save_id) if rank == 0 else contextlib.nullcontext():
         ranks.run_on_all_ranks(what, write)
         roles = [SHARED, *range(num_rank_files)]
         ranks.run_on_first(what, lambda: index.commit(cset, save_id, roles))
@@ -123,7 +123,7 @@ def write_set(
     world_size = source.world_size if source else num_ranks or 1
     save_id = index.begin(target)
     metadata = SetMetadata(save_id, world_size, len(files) - 1, num_experts)
-    with index.cleaning_up(target):
+    with index.cleaning_up(target, save_id):
         for number, (role, numbers) in enumerate(files.items(), start=1):
             logger.info("[%d/%d] writing %s", number, len(files), target.name_of(role))
             state = join_state(shared, *experts(numbers))
@@ -137,7 +137,7 @@ def write_set(
 
 def refuse_target(path: str, source: str | None, force: bool) -> None:
     """Raise CheckpointError if :func:`write_set` would not write there."""
-    names = [CheckpointSet.from_path(each).path for each in (path, source) if each]
+    names = [index.of_member(CheckpointSet.from_path(each).path) for each in (path, source) if each]
     if source and len({os.path.realpath(name) for name in names}) == 1:
         raise CheckpointError(f"{path}: is the source itself, which is never modified")
     if set_exists(path) and not force:
@@ -179,7 +179,7 @@ def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
     def copy() -> None:
         _, files, _ = locate(src)
         save_id = index.begin(target)
-        with index.cleaning_up(target):
+        with index.cleaning_up(target, save_id):
             for role, path in files.items():
                 _link_or_copy(path, index.members_of(target, save_id).path_of(role))
             index.commit(target, save_id, files)

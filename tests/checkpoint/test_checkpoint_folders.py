@@ -82,6 +82,8 @@ def test_only_a_save_removes_what_is_left_of_its_own_name(tmp_path):
     NEW.save(str(tmp_path / "new" / "m.pt"), 1)
     assert names_in(tmp_path) == before | {"new"}
     assert set(find_sets(str(tmp_path), r"[^x.]+\.pt")) == {path}
+    NEW.save(path, 1)  # without an index before it, members may be a set whose index was lost
+    assert names_in(tmp_path) > set_names("m", 1) | others | {"new"}
     NEW.save(path, 1)
     assert names_in(tmp_path) == set_names("m", 1) | others | {"new"}
 
@@ -117,6 +119,7 @@ def test_a_damaged_index_is_named_and_replaced(tmp_path, names):
 def test_two_jobs_that_save_under_one_name(tmp_path):
     """One of them saves while the other has written its files, and has not committed them."""
     path, texts = str(tmp_path / "m.pt"), []
+    OLD.save(path, 1)
 
     def gather_texts(text):
         texts.append(text)
@@ -155,3 +158,23 @@ def test_reading_while_it_is_replaced_gives_one_whole_set(tmp_path):
 
     assert run_ranks(2, lambda rank, gather_texts: (read, save)[rank]()) == [None, None]
     assert reads == {1, 2}
+
+
+def test_files_of_users_and_sets_without_an_index_are_kept(tmp_path):
+    """A file of one's own beside X.pt; members whose index was deleted, moved away or renamed."""
+    path, own = tmp_path / "m.pt", {"m-rank-0.pt", "m-rank-1.pt"}
+    for name in own:
+        torch.save({"rng": 1}, tmp_path / name)
+    OLD.save(str(path), 1)
+    path.rename(tmp_path / "m.pt.bak")
+    for _ in range(3):
+        NEW.save(str(path), 1)
+    assert own <= names_in(tmp_path)
+    (tmp_path / "m.pt.bak").rename(path)
+    OLD.check_loadable(str(path))
+    path.unlink()
+    kept = str(next(each for each in tmp_path.glob("m.pt.*-shared.pt")))
+    with pytest.raises(CheckpointError, match="is the source itself"):
+        merge(kept, str(path))
+    NEW.save(str(path), 1)
+    assert os.path.exists(kept)

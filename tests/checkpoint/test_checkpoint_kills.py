@@ -165,7 +165,8 @@ def test_a_job_is_killed_at_any_call(name, tmp_path):
         prepare(path)
         struck = ended_by_kill(change, path, first + len(outcomes))
         outcomes.append(is_new(path))
-        old(path)
+        for _ in range(1 + (name == "save over an earlier form")):
+            old(path)  # a save without X.pt before it leaves what may be a set without its index
         assert names_in(tmp_path) == set_names("checkpoint_last", 2) | {"new"}
     # the index is replaced once; rank 1 has done its part before
     assert outcomes == sorted(outcomes) and outcomes[-1] and outcomes.count(False) > 3
