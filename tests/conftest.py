@@ -43,8 +43,12 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def pytest_sessionfinish(session):
+def pytest_sessionfinish(session, exitstatus):
     """Hand the counts of a process of pytest-xdist to the one that started it."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(
+        LEFT_OUT, None
+    ):
+        session.exitstatus = pytest.ExitCode.OK  # tests were chosen, and none can run here
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, {}))
 

@@ -74,7 +74,7 @@ def memory_of(text: str) -> ActivationMemory | None:
 
 def restore(stored: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """Return the values of :meth:`ActivationMemory.store` in the dtype of ``like``."""
-    if stored.dtype == like.dtype:
+    if stored.dtype == like.dtype and not len(scale):
         return stored
     wide = stored.view(len(scale), -1).float().mul_(scale[:, None]) if len(scale) else stored
     return wide.to(like.dtype).view(stored.shape)

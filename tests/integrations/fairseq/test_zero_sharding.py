@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.assertions import assert_same_state
 from helpers.distributed import run_ranks
+from helpers.sets import member
 from helpers.training import make_config, make_trainer, named, own_batches, record_updates, save
 
 from fairseq_tutel.checkpoint import CheckpointError
@@ -79,7 +80,7 @@ def test_trains_to_the_bit_as_without_it(options, ranks, tmp_path):
     assert {sum(here) for here in zip(*states, strict=True)} == {1}
     for part in ("shared", "rank-0"):
         plain, sharded = (
-            torch.load(tmp_path / f"{way}-{part}.pt", weights_only=False) for way in cfgs
+            torch.load(member(tmp_path / f"{way}.pt", part), weights_only=False) for way in cfgs
         )
         for key in ("model", "last_optimizer_state"):
             assert_same_state(sharded[key], plain[key], part)
