@@ -69,7 +69,8 @@ def run_ranks(job: Job, env: Mapping[str, str]) -> int:
     threading.Thread(target=_pass_on_requests, args=(folder,), daemon=True).start()
     try:
         if code := _run(job, folder, env):
-            for pid in os.listdir(pids):  # what is left of its group, as data loader workers
+            left = os.listdir(pids) if pids.is_dir() else []  # a cleaner of /tmp may have come
+            for pid in left:  # what is left of its group, as data loader workers
                 with contextlib.suppress(OSError):
                     os.killpg(int(pid), signal.SIGKILL)
         return code or (int(outcome.read_text()) if outcome.exists() else 0)
@@ -119,7 +120,11 @@ def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
         say(f"stopped by {stop.sigval.name}")
         return 128 + stop.sigval
     except ChildFailedError as failed:
-        rank, failure = next(iter(failed.failures.items()))
+        # of those that ended together, a rank that a signal killed is no victim of another's end
+        failures = failed.failures.items()
+        rank, failure = min(
+            failures, key=lambda f: f[1].exitcode in (-signal.SIGTERM, abs(f[1].exitcode))
+        )
         died, code = failure.exitcode < 0, abs(failure.exitcode)
         say(f"rank {rank} {'died of signal' if died else 'ended with exit code'} {code}")
         code += 128 * died
