@@ -17,6 +17,7 @@ from helpers.training import named, save
 from fairseq_tutel import training
 from fairseq_tutel.distributed import gather_texts, is_expert, process_world
 from fairseq_tutel.integrations.fairseq.models.listing import listing
+from fairseq_tutel.integrations.fairseq.options.options import moe_frequencies
 from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe.model import moe_layers
 
@@ -288,3 +289,9 @@ def test_all_train_on_two_ranks_as_on_one(folder, tmp_path):
             if not mine or min(mine) == 0:
                 problems.append(f"{name}: gates of {stack} have no gradient: {gates}")
     assert not problems, "\n".join(problems)
+
+
+def test_layers_that_are_no_number_are_not_counted():
+    """Options of fairseq's fconv, which is dense; its programs ask, too."""
+    args = SimpleNamespace(encoder_layers="[(512, 3)] * 20", decoder_layers="[(512, 3)] * 20")
+    assert moe_frequencies(args) == (0, 0)

@@ -25,7 +25,10 @@ def copy_into_experts(model: Any, weights: MutableMapping[str, Tensor], path: st
     model.upgrade_state_dict(weights)  # the names of older checkpoints
     mine = model.state_dict()
     for name, layer in moe_layers(model).items():
-        ffn = {key: weights.pop(of) for key, of in _dense_names(model, name, path).items()}
+        names = _dense_names(model, name, path)
+        if missing := [of for of in names.values() if of not in weights]:
+            raise ValueError(f"{path} is dense, and lacks {missing[0]} for experts of {name}")
+        ffn = {key: weights.pop(of) for key, of in names.items()}
         try:
             slots = range(layer.groups.num_local_experts)
             layer.experts.load_state_dict(experts_of_ffn(ffn, slots))

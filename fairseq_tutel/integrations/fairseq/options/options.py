@@ -182,7 +182,7 @@ def moe_frequencies(args: Any) -> tuple[int, int]:
     found = asked_frequencies(args)
     layers = [getattr(args, f"{side}_layers", None) for side in ("encoder", "decoder")]
     return tuple(
-        0 if count is not None and freq > count else freq
+        0 if isinstance(count, int) and freq > count else freq  # fconv's layers are a text
         for freq, count in zip(found, layers, strict=True)
     )
 

@@ -164,6 +164,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         samples = [*fillers, *real]
         for layer in self._model.moe_layers.values():
             layer.update_load.reset()
+        if self._gate_loss is not None:
+            self._gate_loss.take()  # of an update that overflowed, whose logs nobody read
         if self.trace is not None:
             self.trace.before(self.get_num_updates() + 1, len(fillers))
         try:
