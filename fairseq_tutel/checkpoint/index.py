@@ -8,14 +8,19 @@ no ``X.pt`` before it: they may then be a set whose index was lost.
 """
 
 import contextlib
+import logging
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
-from .io import Checksums, load_file, save_file, sync_directory
+from .io import Checksums, identity, load_file, save_file, sync_directory
 from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MEMBERS, _LARGEST = "moe_members", 1 << 20  # a file of more bytes is no index
 _ABOUT = (
@@ -57,8 +62,7 @@ def read_index(cset: CheckpointSet) -> CheckpointSet | None:
             return None
     except FileNotFoundError:  # any other error does not say that it is missing
         return None
-    Checksums(cset.path)  # of the names
-    names = load_file(cset.path).get(_MEMBERS)
+    names = unless_replaced(cset.path, lambda: _names_in(cset.path))
     if names is None:
         return None
     first = names[0] if isinstance(names, list) and names else None
@@ -71,6 +75,37 @@ def read_index(cset: CheckpointSet) -> CheckpointSet | None:
     return renamed if os.path.exists(renamed.path_of(SHARED)) else named
 
 
+def _names_in(path: str) -> Any:
+    Checksums(path)  # of the names
+    return load_file(path).get(_MEMBERS)
+
+
+def unless_replaced(path: str, read: Callable[[], T]) -> T:
+    """Read; read again if another job replaced the checkpoint X.pt at ``path`` meanwhile."""
+    while True:
+        before = _fingerprint(path)
+        try:
+            return read()
+        except CheckpointError:
+            if _fingerprint(path) == before:
+                raise
+            logger.info("%s was replaced while it was read; reading it again", path)
+
+
+def _fingerprint(path: str) -> object:
+    """Return a value that differs after each commit of the checkpoint X.pt at ``path``.
+
+    It is the index's bytes, whose names no other save has: a file system may give a new file the
+    number and time of the one that it replaces.
+    """
+    try:
+        if os.path.getsize(path) <= _LARGEST:
+            return Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    return identity(path)
+
+
 def visible_files(cset: CheckpointSet) -> dict[Role, str]:
     """Return the paths of X.pt, X-shared.pt and X-rank-N.pt that are there."""
     if os.path.exists(f"{cset.path}.commit") and read_index(cset) is None:
@@ -81,9 +116,8 @@ def visible_files(cset: CheckpointSet) -> dict[Role, str]:
     return cset.files()
 
 
-def begin(cset: CheckpointSet) -> str:
-    """Make the folder; return the id of a new save of X.pt."""
-    os.makedirs(cset.directory or ".", exist_ok=True)
+def new_id() -> str:
+    """Return the id of a new save."""
     return secrets.token_hex(8)
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from . import layout
 from .all_ranks import AllRanks, GatherTexts
-from .index import read_index, visible_files
-from .io import Checksums, identity, load_file
+from .index import read_index, unless_replaced, visible_files
+from .io import Checksums, load_file
 from .layout import MERGED, SHARED, CheckpointError, CheckpointSet, Role
 from .state import (
     METADATA,
@@ -80,12 +80,13 @@ def load_for_rank(
         state = reader.state_of(wanted, with_optimizer=with_optimizer)
         return {**state, METADATA: reader.metadata and asdict(reader.metadata)}
 
+    named = CheckpointSet.from_path(path).path
     if gather_texts is None:
-        return _read_whole(path, read)
+        return unless_replaced(named, read)
     loaded: dict[str, Any] = {}
 
     def read_and_tell() -> str:
-        loaded.update(_read_whole(path, read))
+        loaded.update(unless_replaced(named, read))
         return (loaded[METADATA] or {}).get("save_id", "")
 
     ranks = AllRanks(rank, world_size, gather_texts)
@@ -93,19 +94,6 @@ def load_for_rank(
     if len(set(save_ids)) > 1:
         raise CheckpointError(f"{path}: ranks read different saves {save_ids}; try again")
     return loaded
-
-
-def _read_whole(path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read; read again if another job replaced the checkpoint and removed the old one meanwhile."""
-    named = CheckpointSet.from_path(path).path
-    while True:
-        before = identity(named)
-        try:
-            return read()
-        except CheckpointError:
-            if identity(named) == before:
-                raise
-            logger.info("%s was replaced while it was read; reading it again", path)
 
 
 def read_set(path: str) -> SetReader:

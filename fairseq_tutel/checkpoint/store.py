@@ -67,17 +67,19 @@ def save_set(path: str, state: State, *, num_rank_files: int, ranks: AllRanks = 
         if rank == 0:
             states[SHARED] = shared
         local = expert_forms(mine[MODEL], f"rank {rank}")[0]
-        begun = index.begin(cset) if rank == 0 else ""
-        return json.dumps([begun, os.path.basename(cset.path), num_rank_files, local])
+        if rank == 0:
+            os.makedirs(cset.directory or ".", exist_ok=True)
+        return json.dumps([own_id, os.path.basename(cset.path), num_rank_files, local])
 
     def write() -> None:
         for role, content in states.items():
             _write(cset, role, content, metadata)
 
-    saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
-    save_id, num_experts = saves[0][0], _agreed_num_experts(saves)
-    metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
-    with index.cleaning_up(cset, save_id) if rank == 0 else contextlib.nullcontext():
+    own_id = index.new_id()  # rank 0's counts
+    with index.cleaning_up(cset, own_id) if rank == 0 else contextlib.nullcontext():
+        saves = [json.loads(text) for text in ranks.run_on_all_ranks(what, prepare)]
+        save_id, num_experts = saves[0][0], _agreed_num_experts(saves)
+        metadata = SetMetadata(save_id, ranks.world_size, num_rank_files, num_experts)
         ranks.run_on_all_ranks(what, write)
         roles = [SHARED, *range(num_rank_files)]
         ranks.run_on_first(what, lambda: index.commit(cset, save_id, roles))
@@ -121,7 +123,8 @@ def write_set(
         of_ranks = {rank: experts_of_rank(rank, num_ranks, num_experts) for rank in range(count)}
         files = {SHARED: range(0), **of_ranks}
     world_size = source.world_size if source else num_ranks or 1
-    save_id = index.begin(target)
+    os.makedirs(target.directory or ".", exist_ok=True)
+    save_id = index.new_id()
     metadata = SetMetadata(save_id, world_size, len(files) - 1, num_experts)
     with index.cleaning_up(target, save_id):
         for number, (role, numbers) in enumerate(files.items(), start=1):
@@ -178,7 +181,8 @@ def copy_set(src: str, dst: str, *, ranks: AllRanks = _ALONE) -> None:
 
     def copy() -> None:
         _, files, _ = locate(src)
-        save_id = index.begin(target)
+        os.makedirs(target.directory or ".", exist_ok=True)
+        save_id = index.new_id()
         with index.cleaning_up(target, save_id):
             for role, path in files.items():
                 _link_or_copy(path, index.members_of(target, save_id).path_of(role))

@@ -263,6 +263,12 @@ def stand_in() -> None:
         sys.modules.setdefault(name, types.ModuleType(name))
 
 
+def take_back() -> None:
+    """Forget the modules of :func:`stand_in`, of which other tests ask whether they are there."""
+    for name in ("soundfile", "torchaudio", "torchaudio.sox_effects"):
+        sys.modules.pop(name, None)
+
+
 def make_trainer(row: Row, folder: str, *more: str, dense: bool = False) -> Trainer:
     """What fairseq-train builds for a row, with its data loaded. Collective on several ranks."""
     return trainer_of(make_config(row, folder, *more, dense=dense))

@@ -21,6 +21,13 @@ from fairseq_tutel.integrations.fairseq.options.options import moe_frequencies
 from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe.model import moe_layers
 
+
+@pytest.fixture(autouse=True)
+def modules_as_before():
+    yield
+    architectures.take_back()
+
+
 UPDATES = 5
 
 
