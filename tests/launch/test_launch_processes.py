@@ -166,7 +166,7 @@ print(sys.stdin.read())
 def test_lines_come_whole_and_imports_without_noise(launched, tmp_path, everything):
     program = executable(tmp_path / "fairseq-generate", _WRITES)
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('the own start\\n')")
-    path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     env = {"PYTHONPATH": path, "FAIRSEQ_TUTEL_WARNINGS": everything, "PYTHONWARNINGS": ""}
     env |= {"PYTHONUNBUFFERED": "1"}  # many set it for logs
     done = launched("--nproc-per-node", "2", "--", program, text=" of standard input", **env)
