@@ -101,6 +101,11 @@ def _refuse_wrong_parameters(model: nn.Module) -> None:
                 "and experts are on one rank each; give the experts a parameter of their own"
             )
     for prefix, layer in zip(prefixes, layers.values(), strict=True):
+        if layer.groups.communicates and hasattr(layer.experts, "base_layer"):
+            raise ValueError(
+                f"{prefix.rstrip('.')} has adapters of peft (target_parameters), which have no "
+                "global numbers: on several ranks call add_lora(model), and save_adapters for peft"
+            )
         if layer.groups.num_replicas > 1 and not layer.groups.simulated:
             experts = layer.experts.named_parameters()
             trained = [name for name, param in experts if param.requires_grad]

@@ -7,7 +7,7 @@ global numbers. So adapters that any number of ranks saved are loaded by any num
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from ..moe.model import moe_layers, unwrap
 from .state import all_ranks
 from .state.full_state import gather_expert
 
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
 _OPTIONS = ("r", "lora_alpha")  # in the header of the weights' file, too
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,11 @@ def add_lora(
     for name, layer in _layers(model).items():
         if isinstance(layer.experts, LoRAExperts):
             raise ValueError(f"{name or 'the model'} has LoRA already: merge_lora(model) first")
+        if hasattr(layer.experts, "base_layer"):
+            raise ValueError(
+                f"{name or 'the model'} has adapters of peft on its experts: use either add_lora "
+                "or target_parameters"
+            )
     banks = _make(model, rank, alpha, storage, seed)
     _put(model, banks, freeze)
     return [param for bank in banks.values() for param in bank.updates.values()]
@@ -102,8 +107,21 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
         path (str or Path): the folder; it is made.
         model (nn.Module): a model with LoRA, wrapped or not.
     """
-    folder, found = Path(path), {}
-    banks = _banks(model)
+    found, banks = gather_updates(model), _banks(model)
+    for name, value in _others(model).items():
+        if value.requires_grad or not isinstance(value, nn.Parameter):
+            found[PREFIX + name] = full_tensor(value.detach()).to("cpu", copy=True)
+    bank = next(iter(banks.values()))
+    targets = sorted({single.split(".")[1] for single, *_ in _singles(bank)})
+    write_adapter(path, found, bank.rank, bank.alpha, {"target_modules": targets})
+
+
+def gather_updates(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return A, B and the trained weights of all experts, on rank 0's CPU. Collective.
+
+    Names are those of the file; the result is {} on other ranks than 0.
+    """
+    found, banks = {}, _banks(model)
     for prefix, layer in _layers(model).items():
         for single, param, value in _singles(banks[prefix]):
             if not (_is_update(single) or param.requires_grad):
@@ -113,20 +131,29 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
             local = layer.groups.num_local_experts
             for number, part in enumerate(parts or ()):
                 expert = number * local + int(slot)
-                found[_name(prefix, expert, rest)] = part.to("cpu", copy=True)
-    for name, value in _others(model).items():
-        if value.requires_grad or not isinstance(value, nn.Parameter):
-            found[_PREFIX + name] = full_tensor(value.detach()).to("cpu", copy=True)
-    bank = next(iter(banks.values()))
+                found[update_name(prefix, expert, rest)] = part.to("cpu", copy=True)
+    return found
+
+
+def write_adapter(
+    path: str | os.PathLike[str],
+    found: dict[str, torch.Tensor],
+    rank: int,
+    alpha: float,
+    targets: dict[str, Any],
+    **header: str,
+) -> None:
+    """Write rank 0's tensors as an adapter of peft with these targets. Collective."""
+    folder = Path(path)
     config = {
         "peft_type": "LORA",
         "task_type": None,
-        "r": bank.rank,
-        "lora_alpha": bank.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({single.split(".")[1] for single, *_ in _singles(bank)}),
         "base_model_name_or_path": None,
+        **targets,
     }
 
     def write() -> None:
@@ -134,11 +161,11 @@ def save_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        header = {"format": "pt", **{key: json.dumps(config[key]) for key in _OPTIONS}}
-        save_file(found, folder / f"{_WEIGHTS}.new", metadata=header)
+        header.update({"format": "pt", **{key: json.dumps(config[key]) for key in _OPTIONS}})
+        save_file(found, folder / f"{WEIGHTS}.new", metadata=header)
         text = json.dumps(config, indent=2) + "\n"
-        (folder / f"{_CONFIG}.new").write_text(text, encoding="utf-8")
-        for name in (_WEIGHTS, _CONFIG):
+        (folder / f"{CONFIG}.new").write_text(text, encoding="utf-8")
+        for name in (WEIGHTS, CONFIG):
             os.replace(folder / f"{name}.new", folder / name)
 
     all_ranks().run_on_first(f"saving {path}", write)
@@ -159,16 +186,28 @@ def load_lora(path: str | os.PathLike[str], model: nn.Module) -> None:
     """
     from safetensors import safe_open
 
-    folder, layers = Path(path), _layers(model)
+    with safe_open(Path(path) / WEIGHTS, "pt") as file:
+        rank, alpha = _read_options(Path(path) / CONFIG, file.metadata() or {})
+        put_updates(model, rank, alpha, file.keys(), file.get_tensor, path)
+
+
+def put_updates(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    names: Iterable[str],
+    read: Callable[[str], torch.Tensor],
+    path: str | os.PathLike[str],
+) -> None:
+    """Give a model the tensors of these names; ``path`` is what errors name."""
+    layers = _layers(model)
     has_lora = any(isinstance(layer.experts, LoRAExperts) for layer in layers.values())
-    with safe_open(folder / _WEIGHTS, "pt") as file:
-        rank, alpha = _read_options(folder / _CONFIG, file.metadata() or {})
-        banks = _banks(model) if has_lora else _make(model, rank, alpha)
-        for bank in banks.values():
-            if (rank, alpha) != (bank.rank, bank.alpha):
-                own = f"rank={bank.rank} and alpha={bank.alpha:g}"
-                raise ValueError(f"{path} has rank={rank} and alpha={alpha}, the model has {own}")
-        values = _values(file, model, banks, path)
+    banks = _banks(model) if has_lora else _make(model, rank, alpha)
+    for bank in banks.values():
+        if (rank, alpha) != (bank.rank, bank.alpha):
+            own = f"rank={bank.rank} and alpha={bank.alpha:g}"
+            raise ValueError(f"{path} has rank={rank} and alpha={alpha}, the model has {own}")
+    values = _values(set(names), read, model, banks, path)
     if not has_lora:
         _put(model, banks)
     for owner, target, value in values:
@@ -195,9 +234,11 @@ def _read_options(path: Path, header: dict[str, str]) -> tuple[int, float]:
     return found["r"], found["lora_alpha"]
 
 
-def _values(file, model, banks, path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _values(
+    names, read, model, banks, path
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return the parameters and buffers that a file has, this rank's parts, and their values."""
-    names, values, known = set(file.keys()), [], set()
+    values, known = [], set()
 
     def add(name: str, owner: torch.Tensor, target: torch.Tensor, value: torch.Tensor) -> None:
         if value.shape != target.shape:
@@ -211,17 +252,17 @@ def _values(file, model, banks, path) -> list[tuple[torch.Tensor, torch.Tensor, 
         groups = layer.groups
         for single, param, target in _singles(banks[prefix]):
             slot, rest = single.split(".", 1)
-            name = _name(prefix, groups.local_experts[int(slot)], rest)
-            known |= {_name(prefix, expert, rest) for expert in range(groups.num_experts)}
+            name = update_name(prefix, groups.local_experts[int(slot)], rest)
+            known |= {update_name(prefix, expert, rest) for expert in range(groups.num_experts)}
             if name in names:
-                whole = file.get_tensor(name)
+                whole = read(name)
                 value = take_slice(whole, single, groups.slice_index, groups.num_slices)
                 add(name, param, target, value)
             elif _is_update(single):
                 raise ValueError(f"{path} lacks {name}")
     for own, target in _others(model).items():
-        if (name := _PREFIX + own) in names:
-            add(name, target, target.detach(), shard_like(file.get_tensor(name), target))
+        if (name := PREFIX + own) in names:
+            add(name, target, target.detach(), shard_like(read(name), target))
             known.add(name)
     if names - known:
         raise ValueError(f"{path} has {min(names - known)}, which this model has not")
@@ -298,6 +339,7 @@ def _is_update(single: str) -> bool:
     return single.endswith((".lora_A", ".lora_B"))
 
 
-def _name(prefix: str, expert: int, rest: str) -> str:
+def update_name(prefix: str, expert: int, rest: str) -> str:
+    """Return a tensor's name in the file: of layer ``prefix``, and ``fc1.lora_A``."""
     end = ".weight" if _is_update(rest) else ""
-    return f"{_PREFIX}{prefix}{'.' if prefix else ''}experts.{expert}.{rest}{end}"
+    return f"{PREFIX}{prefix}{'.' if prefix else ''}experts.{expert}.{rest}{end}"

@@ -10,6 +10,7 @@ from them). ``MODELS.md`` lists the models, ``moe/README.md`` has an example.
 
 from typing import TYPE_CHECKING
 
+from .adapters import load_adapters, save_adapters
 from .blocks import SPARSE_BLOCKS
 from .nllb import repair_nllb_moe
 from .replace import replace_moe
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SPARSE_BLOCKS",
     "MoETrainer",
+    "load_adapters",
     "original_state_dict",
     "repair_nllb_moe",
     "replace_moe",
     "restore_moe",
+    "save_adapters",
 ]
 
 

@@ -123,6 +123,8 @@ def _refuse_shared_experts(model: nn.Module, found: Mapping[str, nn.Module]) -> 
 def check_block(name: str, block: nn.Module) -> Projections:
     """Return its experts' matrices; raise ValueError if its parameters are no sparse block's."""
     where, experts = f"{name} ({type(block).__name__})", block.experts
+    if hasattr(experts, "base_layer"):
+        raise ValueError(f"{where} has adapters of peft on its experts: call replace_moe first")
     for module, prefix in ((experts, f"{name}.experts"), (block, name)):
         for key, param in module.named_parameters():
             if param.is_meta:

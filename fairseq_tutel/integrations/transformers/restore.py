@@ -37,9 +37,9 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
             LoRA, a load bias, a capacity, output masking, another ``route_scale``.
     """
     model = unwrap(model)
-    for name, layer in _layers(model, blocks).items():
+    for name, layer in layers_of(model, blocks).items():
         block, parts = blocks[name], _parts_of(layer)
-        experts, down = _experts_of(block), layer.experts.fc2_weight
+        experts, down = experts_of(block), layer.experts.fc2_weight
         experts.to(down.dtype).to_empty(device=down.device)
         state = full_state_dict(layer)
         for param in experts.parameters():
@@ -67,13 +67,13 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     package's names. The model stays as it is. The result is {} on other ranks than 0. Arguments and
     errors are those of :func:`restore_moe`.
     """
-    layers = _layers(unwrap(model), blocks)
+    layers = layers_of(unwrap(model), blocks)
     state = full_state_dict(model)
     if process_world()[0] > 0:
         return {}
     for name, layer in layers.items():
         parts, block = _parts_of(layer), blocks[name]
-        experts, dtype = _experts_of(block), state[f"{name}.experts.0.fc2.weight"].dtype
+        experts, dtype = experts_of(block), state[f"{name}.experts.0.fc2.weight"].dtype
         empty = {k: torch.empty(p.shape, dtype=dtype) for k, p in experts.named_parameters()}
         _join_experts(state, f"{name}.", Projections.of(name, experts, empty))
         prefix = name if experts is block else f"{name}.experts"
@@ -94,8 +94,13 @@ def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     return state
 
 
-def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoELayer]:
-    """Return the layers at the places of the blocks; raise ValueError if these cannot hold them."""
+def layers_of(
+    model: nn.Module, blocks: Mapping[str, nn.Module], with_lora: bool = False
+) -> dict[str, MoELayer]:
+    """Return the layers at the places of the blocks; raise ValueError if these cannot hold them.
+
+    ``with_lora``: only adapters are read or written.
+    """
     layers = {name: model.get_submodule(name) for name in blocks}
     for name, layer in layers.items():
         ours = isinstance(layer, ChosenExperts) or (
@@ -103,6 +108,10 @@ def _layers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, MoEL
         )
         if not ours:
             raise ValueError(f"{name} is not a layer of replace_moe, but {type(layer).__name__}")
+        if hasattr(layer.experts, "base_layer"):
+            raise ValueError(f"{name} has adapters of peft: call merge_and_unload() first")
+        if with_lora:
+            continue
         if isinstance(layer.experts, LoRAExperts):
             raise ValueError(f"{name} has LoRA: call training.merge_lora(model) first")
         bias = layer.gate.load_bias
@@ -130,7 +139,7 @@ def _lost_options(layer: MoELayer) -> dict[str, object]:
 
 def check_restorable(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     """Raise ValueError if training would end in layers that the blocks cannot hold."""
-    for name, layer in _layers(unwrap(model), blocks).items():
+    for name, layer in layers_of(unwrap(model), blocks).items():
         if layer.config.moves_load_bias and not _parts_of(layer).bias:
             raise ValueError(
                 f"{name} has load_bias={layer.config.load_bias!r}, which the original router "
@@ -142,7 +151,8 @@ def _parts_of(layer: MoELayer) -> Description:
     return layer.gate.description if isinstance(layer.gate, KeptRouter) else Description()
 
 
-def _experts_of(block: nn.Module) -> nn.Module:
+def experts_of(block: nn.Module) -> nn.Module:
+    """Return the module with the experts' matrices: the block's, or the block itself."""
     inside = getattr(block, "experts", None)
     return inside if isinstance(inside, nn.Module) else block
 

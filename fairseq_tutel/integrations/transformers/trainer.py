@@ -104,6 +104,11 @@ class MoETrainer(Trainer):
                         f"{name} has frozen LoRA, as get_peft_model leaves it: call "
                         "add_lora(model, freeze=False) after it"
                     )
+            elif hasattr(layer.experts, "base_layer"):
+                raise ValueError(
+                    f"{name}.experts has adapters of peft, which checkpoints cannot hold: call "
+                    "add_lora(model, freeze=False) in place of target_parameters"
+                )
             elif _has_peft(self.model) and layer.config.moves_load_bias:
                 raise ValueError(
                     f"{name} has load_bias={layer.config.load_bias!r}, which peft does not save: "

@@ -215,7 +215,7 @@ class StackedExperts(ExpertBank):
     ) -> PreparedExperts:
         # slices leave dropout of the output to the tokens' rank: it must not depend on r
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
-        self._refuse_reparametrized()
+        self._refuse_reparametrized(during_call=True)
         params = tuple(getattr(self, name).to(dtype) for name in self.layout)
         at_source, part = 0.0, 0
         if parallelism is not None and not parallelism.is_replicated:
@@ -252,15 +252,22 @@ class StackedExperts(ExpertBank):
             for name, stacked in self.layout.items()
         }
 
-    def _refuse_reparametrized(self) -> None:
-        """Raise ValueError for a parametrized weight: state dicts would not hold its originals."""
+    def _refuse_reparametrized(self, during_call: bool = False) -> None:
+        """Raise ValueError for a parametrized weight: state dicts would not hold its originals.
+
+        peft parametrizes the weights that it adapts during each call, and only then.
+        """
         for name in self.layout:
-            if name not in self._parameters:
+            if name not in self._parameters and not (during_call and self._adapted_by_peft(name)):
                 raise ValueError(
                     f"experts.{name} is no parameter any more, as after torch.nn.utils.prune or "
                     "parametrizations: change the values of stacked experts in place instead, or "
                     "adapt them by fairseq_tutel.training.add_lora"
                 )
+
+    def _adapted_by_peft(self, name: str) -> bool:
+        added = getattr(self, "parametrizations", {})
+        return name in added and type(added[name][-1]).__module__.startswith("peft.")
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._refuse_reparametrized()

@@ -6,7 +6,14 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by the first import of transformers
 collect_ignore = []
 if importlib.util.find_spec("transformers") is None:
-    names = ("experts_interface", "generation", "models", "moe_trainer", "refused_models")
+    names = (
+        "adapters",
+        "experts_interface",
+        "generation",
+        "models",
+        "moe_trainer",
+        "refused_models",
+    )
     names += ("replace_moe", "trl")
     collect_ignore = [f"test_{name}.py" for name in names]
 elif importlib.util.find_spec("trl") is None:

@@ -91,12 +91,14 @@ def test_the_best_model_comes_from_the_set_of_all_ranks(tmp_path):
 
 
 BLOCKS, FROZEN = "has LoRA, which blocks= cannot hold", "has frozen LoRA"
+EXPERTS = "has adapters of peft, which checkpoints cannot hold"
 # order of calls -> what is refused, without and with blocks=; None: saved. R: replace_moe,
-# P: get_peft_model, A: add_adapter, L: add_lora, l: add_lora(freeze=False)
+# P: get_peft_model, T: on experts, too, A: add_adapter, L: add_lora, l: add_lora(freeze=False)
 ORDERS = {
-    "RP": (None, None), "PR": (None, None), "RA": (None, None), "AR": (None, None),
-    "RL": (None, BLOCKS), "RLP": (FROZEN, BLOCKS), "RPL": (None, BLOCKS), "RPl": (None, BLOCKS),
-    "PRl": (None, BLOCKS), "RAl": (None, BLOCKS), "RlA": (FROZEN, BLOCKS),
+    "RT": (EXPERTS, EXPERTS), "RP": (None, None), "PR": (None, None), "RA": (None, None),
+    "AR": (None, None), "RL": (None, BLOCKS), "RLP": (FROZEN, BLOCKS), "RPL": (None, BLOCKS),
+    "RPl": (None, BLOCKS), "PRl": (None, BLOCKS), "RAl": (None, BLOCKS),
+    "RlA": (FROZEN, BLOCKS),
 }  # fmt: skip
 
 
@@ -113,6 +115,8 @@ def adapted(order, **moe):
         elif call == "A":
             model.add_adapter(config)
         else:
+            if call == "T":
+                config.target_parameters = ["experts.fc1_weight", "experts.fc2_weight"]
             model = peft.get_peft_model(model, config)
     return model, blocks
 
