@@ -1,4 +1,4 @@
-"""Fine-tune a model by low-rank updates (LoRA) of its experts; LORA.md shows how.
+"""Fine-tune a model by low-rank updates (LoRA) of its experts; FINETUNING.md shows how.
 
 Adapters are saved alone, as the peft library names its files and their tensors, with the experts'
 global numbers. So adapters that any number of ranks saved are loaded by any number of ranks.

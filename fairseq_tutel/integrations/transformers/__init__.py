@@ -3,7 +3,7 @@
 :func:`replace_moe` replaces a sparse block of transformers 5 by a
 :class:`~fairseq_tutel.moe.MoELayer` with the same weights. The router stays and computes the
 logits, so transformers records them as before (``output_router_logits=True``, and the model's loss
-from them). ``MODELS.md`` lists the models, ``moe/README.md`` has an example.
+from them). ``MODELS.md`` lists the models, ``FINETUNING.md`` leads through a fine-tuning.
 ``import fairseq_tutel.integrations.transformers.interface`` makes the argument
 ``experts_implementation="fairseq_tutel"`` known.
 """

@@ -1,4 +1,4 @@
-"""Adapters of experts in the layout that peft, vLLM and SGLang read: one matrix for all experts.
+"""Adapters of experts in the layout of peft, which vLLM reads, too: one matrix for all experts.
 
 peft's ``target_parameters`` adapt the matrices of a module's experts. Those of gate and up are one
 matrix there, with one A; LoRA here has an A for each. Files have ``EXPERTS.base_layer.lora_A`` for

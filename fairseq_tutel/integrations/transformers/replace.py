@@ -70,7 +70,23 @@ def replace_moe(
         parent, _, leaf = block.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
         block.experts.to("meta")  # its memory is free before the next layer takes as much
+    _keep_names_of_dequantised(model)
     return {block.name: block.module for block in blocks}
+
+
+def _keep_names_of_dequantised(model: Any) -> None:
+    """Keep ``save_pretrained`` from giving dequantised matrices the names of quantised ones.
+
+    ``from_pretrained`` would find no weights (MXFP4 of transformers 5), and draw them.
+    """
+    known = getattr(model, "_weight_conversions", None)
+    if known:
+        model._weight_conversions = [each for each in known if not _dequantises(each)]
+
+
+def _dequantises(conversion: Any) -> bool:
+    steps = [type(step).__name__ for step in getattr(conversion, "operations", ())]
+    return bool(steps) and all(step.endswith("Dequantize") for step in steps)
 
 
 def _read(name: str, block: nn.Module, allowed: Mapping[str, Any]) -> SparseBlock:

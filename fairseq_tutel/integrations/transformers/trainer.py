@@ -42,7 +42,7 @@ class MoETrainer(Trainer):
             the names of transformers, which ``from_pretrained`` loads.
 
     If the experts have LoRA, ``save_model`` also calls ``training.save_lora`` for the folder
-    ``experts`` (training/LORA.md).
+    ``experts`` (FINETUNING.md).
 
     It refuses DeepSpeed, FSDP, ``nn.DataParallel``, re-entrant activation checkpointing together
     with ``aux_weight``, ``load_best_model_at_end`` together with ``save_only_model``, layers that

@@ -1,15 +1,18 @@
 """Mixtral, Qwen3-MoE and OLMoE with MoE layers: the same numbers, on ranks, and back to the bit."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+import transformers
 from helpers.assertions import assert_same_state
 from helpers.distributed import run_ranks
 from helpers.replaced import take_steps
-from tiny_models import tokens
+from safetensors.torch import load_file, save_file
+from tiny_models import logits, tokens
 
 from fairseq_tutel import training
 from fairseq_tutel.config import ExchangeConfig
@@ -227,10 +230,42 @@ def test_ranks_generate_what_one_does():
     assert steps[0] != steps[1], steps
 
 
-def test_the_pages_program_runs(tmp_path, monkeypatch):
-    page = Path(__file__).parents[3] / "fairseq_tutel" / "moe" / "README.md"
+@pytest.mark.parametrize(
+    "name, made",
+    [("moe/README.md", "trained"), ("integrations/transformers/FINETUNING.md", "merged")],
+)
+def test_the_pages_programs_run(name, made, tmp_path, monkeypatch):
+    if "FINE" in name:
+        pytest.importorskip("peft")
+    page = Path(__file__).parents[3] / "fairseq_tutel" / name
     programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (program,) = [each for each in programs if "replace_moe" in each]
+    if "FINE" not in name:
+        programs = [each for each in programs if "original_state_dict" in each]
+        assert len(programs) == 1
     monkeypatch.chdir(tmp_path)
-    exec(compile(program, str(page), "exec"), {})
-    assert (tmp_path / "trained" / "model.safetensors").exists()
+    exec(compile("\n".join(programs), str(page), "exec"), {})
+    assert (tmp_path / made / "model.safetensors").exists()
+
+
+def test_mxfp4_that_was_dequantised_is_saved_for_from_pretrained(tmp_path):
+    first = tiny_models.make("gpt_oss", intermediate_size=32)
+    first.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
+        experts, inputs, outputs = state.pop(name).shape
+        packed = experts, outputs, inputs // 32
+        state[f"{name}_blocks"] = torch.randint(256, (*packed, 16), dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.full(packed, 124, dtype=torch.uint8)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    path = tmp_path / "config.json"
+    quantised = {**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(quantised))
+    dequantise = transformers.Mxfp4Config(dequantize=True)
+    model = type(first).from_pretrained(tmp_path, quantization_config=dequantise).eval()
+    want, blocks = logits(model), replace_moe(model)
+    model.save_pretrained(tmp_path / "ours", state_dict=original_state_dict(model, blocks))
+    restore_moe(model, blocks)
+    model.save_pretrained(tmp_path / "restored")
+    for name in ("ours", "restored"):
+        again = type(first).from_pretrained(tmp_path / name, dtype=want.dtype).eval()
+        torch.testing.assert_close(logits(again), want)
