@@ -29,7 +29,7 @@ from .ffn_options import ACTIVATIONS, FFNOptions, activate, check_activation
 from .fp8 import FP8_MULTIPLE, check_fp8
 from .gate_logits import gate_logits, gate_logits_and_tokens
 from .gating import scaled_dot, topk_gating
-from .grouped import rows_product, weight_gradient
+from .grouped import grouped_linear, rows_product, weight_gradient
 from .rows import assign_rows
 from .slots import assign_slots
 from .wire import decode_rows, encode_rows, wire_bytes

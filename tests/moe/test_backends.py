@@ -25,6 +25,9 @@ CASES = {
     "sampling and padding": dict(second_expert_policy="sampling", use_pad_mask=True),
     "random": dict(second_expert_policy="random"),
     "gated with biases": dict(expert_network="swiglu", expert_options={"bias": True}),
+    "clamped with biases": dict(
+        expert_network="clamped_swiglu", expert_options={"bias": True}, capacity_factor=0.0
+    ),
     "z-loss, relu": dict(z_loss_weight=0.1, activation="relu"),
     "null and shared experts, outputs masked": dict(
         null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
@@ -185,6 +188,7 @@ def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device,
     ("name", "case"),
     [
         ("torch", "dropless top-4"),
+        ("torch", "clamped with biases"),
         pytest.param("triton", "top-2 with drops", marks=pytest.mark.interpreted),
     ],
 )
