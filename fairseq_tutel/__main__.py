@@ -13,7 +13,7 @@ usage: python -m fairseq_tutel                     the options to begin with, ot
        python -m fairseq_tutel architectures [WORD]  the names of --arch with experts, and their
                                                    layers that can get them, as a table
        python -m fairseq_tutel configs             the folder of shipped configs, for --config-dir
-       python -m fairseq_tutel table               the options as tables in Markdown
+       python -m fairseq_tutel table               the page TABLE.md, with all options as tables
 """
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fairseq_tutel.config.formats import BLOCK
+
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_accurate": lambda z: functional.gelu(z, approximate="tanh"),
@@ -137,34 +139,29 @@ def weight_gradient(d_RA: Tensor, rows_RB: Tensor, ends: list[int]) -> Tensor:
     return torch.stack([d_RA[begin:end].t() @ rows_RB[begin:end] for begin, end in spans])
 
 
-def wire_values(mantissa: int, bias: int, infinities: bool) -> list[float]:
-    """The non-negative finite numbers of an 8-bit format, by their byte.
-
-    ``infinities``: the largest exponent is theirs and NaN's (e5m2); else 0x7F alone is NaN (e4m3).
-    """
+def values_of_bytes(dtype: torch.dtype) -> list[float]:
+    """The non-negative finite numbers of an 8-bit float, by their byte, from its limits."""
+    limits = torch.finfo(dtype)
+    steps, tiny = round(1 / limits.eps), limits.tiny
     values = []
-    for byte in range(0x80 - ((1 << mantissa) if infinities else 1)):
-        exponent, fraction = byte >> mantissa, byte % (1 << mantissa) / (1 << mantissa)
-        whole = 1 if exponent else 0
-        values.append((whole + fraction) * 2.0 ** (max(exponent, 1) - bias))
-    return values
+    for byte in range(0x80):
+        exponent, fraction = byte // steps, byte % steps / steps
+        values.append(((exponent > 0) + fraction) * tiny * 2.0 ** (max(exponent, 1) - 1))
+    return [value for value in values if value <= limits.max]
 
 
-WIRE_VALUES = {"e4m3": wire_values(3, 7, False), "e5m2": wire_values(2, 15, True)}
-
-
-def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[list[list[int]], Tensor]:
+def encode_rows(rows_RM: Tensor, dtype: torch.dtype) -> tuple[list[list[int]], Tensor]:
     """Bytes of the values and of the scales of finite rows in an 8-bit format, and what arrives.
 
-    A block of 128 takes the smallest power of two, at least 2^-126, for which its largest magnitude
+    A block takes the smallest power of two, at least 2^-126, for which its largest magnitude
     is within the format's range; each value the nearest number, of two as near the even byte.
     """
-    table = WIRE_VALUES[wire_format]
+    table = values_of_bytes(dtype)
     wire, arrived_RM = [], rows_RM.clone().double()
     for r, row in enumerate(rows_RM.double().tolist()):
         values, scales = [], []
-        for start in range(0, len(row), 128):
-            block = row[start : start + 128]
+        for start in range(0, len(row), BLOCK):
+            block = row[start : start + BLOCK]
             exponent = -126
             while max(abs(x) for x in block) > table[-1] * 2.0**exponent:
                 exponent += 1

@@ -95,8 +95,8 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
     done = programs.run(["-m", "fairseq_tutel", "table"])
     folder = Path(help.__file__).parent
     table, page = ((folder / name).read_text("utf-8") for name in ("TABLE.md", "README.md"))
-    assert done.status == 0 and len(done.stdout) > 1000
-    assert done.stdout in table, "python -m fairseq_tutel table prints what is to stand"
+    assert done.status == 0
+    assert done.stdout == table, "write the page: python -m fairseq_tutel table > TABLE.md"
     assert help.RECIPE.split() == page.partition("--criterion moe_cross_entropy ")[2].split()[:12]
 
 

@@ -50,6 +50,25 @@ other commands, each with --help:
 """
 
 
+_PAGE = """\
+# All options
+
+Every option that this package adds to fairseq, by topic. Search them by a word:
+
+```bash
+python -m fairseq_tutel options capacity
+```
+
+If `MoELayer` in Python has another default, the table names both.
+`python -m fairseq_tutel options FLAG` says why a flag of Meta's branches has no effect, or what to
+give instead. Options that contradict each other, and values out of range, are refused before work
+starts.
+
+<!-- this page is what `python -m fairseq_tutel table` prints -->
+
+"""
+
+
 def own_options() -> dict[str, list[dataclasses.Field]]:
     """Return the options of all architectures and criterions by title of their group."""
     configs = [row.schema for row in ARCHITECTURES.values()]
@@ -111,7 +130,7 @@ def _has(words: Iterable[str], *texts: str) -> bool:
 
 
 def markdown() -> str:
-    """Return the options, and Meta's flags without a meaning, as tables in Markdown."""
+    """Return the page ``TABLE.md``: the options, and Meta's flags without a meaning."""
     lines = []
     for title, fields in own_options().items():
         lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]
@@ -121,4 +140,4 @@ def markdown() -> str:
     for what, flags in _META_FLAGS.items():
         names = ", ".join(f"`{flag}`" for flag in flags)
         lines += ["", f"{what.capitalize()}: {names}."]
-    return "\n".join([*lines, ""])
+    return _PAGE + "\n".join([*lines, ""])
