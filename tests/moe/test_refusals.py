@@ -9,7 +9,7 @@ from torch import nn
 
 from fairseq_tutel.config import ExpertConfig
 from fairseq_tutel.distributed import ExpertParallelGroups
-from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe import ExpertBank, MoELayer
 
 M, E, T = 6, 4, 23
 
@@ -82,6 +82,7 @@ NO_OPTIONS = [
         for name, near in NAMES.items()
     ),
     ({"model_dim": None}, "needs model_dim, or expert_fn= or experts="),
+    ({"model_dim": None, "experts": ExpertBank()}, "needs model_dim, or expert_fn= or experts="),
     ({"optimizer": "adamw"}, r"(?s)optimizer='adamw'.*AdamW\(model"),
 ]
 

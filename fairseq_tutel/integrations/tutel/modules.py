@@ -18,28 +18,25 @@ class LinearTopKGate(nn.Module):
 
     def __init__(
         self, model_dim, num_global_experts, k=1, fp32_gate=False, *, capacity_factor=1.0,
-        gate_noise=0.0,
+        gate_noise=0.0, **sizes,
     ):  # fmt: skip
         super().__init__()
         self.top_k, self.fp32_gate = min(num_global_experts, int(k)), fp32_gate
         self.capacity_factor, self.gate_noise = capacity_factor, gate_noise
-        dtype = torch.float32 if fp32_gate else None
+        self._make(model_dim, num_global_experts, **sizes)
+
+    def _make(self, model_dim, num_global_experts):
+        dtype = torch.float32 if self.fp32_gate else None
         self.wg = nn.Linear(model_dim, num_global_experts, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return call_in(self.wg, x, torch.float32 if self.fp32_gate else self.wg.weight.dtype)
 
 
-class CosineTopKGate(nn.Module):
+class CosineTopKGate(LinearTopKGate):
     """The gate ``cosine_top``: similarity to a direction per expert, with a learned temperature."""
 
-    def __init__(
-        self, model_dim, num_global_experts, k=1, fp32_gate=False, proj_dim=256, init_t=0.5, *,
-        capacity_factor=1.0, gate_noise=0.0,
-    ):  # fmt: skip
-        super().__init__()
-        self.top_k, self.fp32_gate = min(num_global_experts, int(k)), fp32_gate
-        self.capacity_factor, self.gate_noise = capacity_factor, gate_noise
+    def _make(self, model_dim, num_global_experts, proj_dim=256, init_t=0.5):
         self.temperature = nn.Parameter(torch.full([1], 1.0 / init_t).log())
         self.cosine_projector = nn.Linear(model_dim, proj_dim)
         self.sim_matrix = nn.Parameter(torch.randn(proj_dim, num_global_experts))
@@ -49,8 +46,7 @@ class CosineTopKGate(nn.Module):
         dtype = torch.float32 if self.fp32_gate else self.sim_matrix.dtype
         point_TA = functional.normalize(call_in(self.cosine_projector, x, dtype), dim=1)
         direction_AE = functional.normalize(self.sim_matrix.to(dtype), dim=0)
-        scale = self.temperature.exp().clamp(max=100)
-        return point_TA @ direction_AE * scale
+        return point_TA @ direction_AE * self.temperature.exp().clamp(max=100)
 
 
 class FusedExpertsNetwork(nn.Module):
@@ -77,23 +73,15 @@ class FusedExpertsNetwork(nn.Module):
             activation_fn = lambda hidden: activation_fn_with_self(hidden, self)  # noqa: E731
         self.activation_fn = activation_fn or functional.relu
         self.output_dim = output_dim or model_dim
-        # fc1 and fc2 of an expert are drawn before those of the next one
-        drawn = [
-            (
-                nn.Linear(model_dim, units, bias=has_fc1_bias),
-                nn.Linear(units, self.output_dim, bias=has_fc2_bias),
-            )
-            for _ in range(num_experts_per_device)
-        ]
-        width = -(-self.output_dim // sharded_count)
-        params = {
-            "fc1_w": [fc1.weight for fc1, _ in drawn],
-            "fc2_w": [fc2.weight.t() for _, fc2 in drawn],
-            "fc1_bias": [fc1.bias for fc1, _ in drawn if has_fc1_bias],
-            "fc2_bias": [fc2.bias[:width] for _, fc2 in drawn if has_fc2_bias],
-        }
-        for name, parts in params.items():
-            param = nn.Parameter(torch.stack(parts).detach()) if parts else None
+        drawn, width = [], -(-self.output_dim // sharded_count)
+        for _ in range(num_experts_per_device):  # each draws fc1, then fc2
+            fc1 = nn.Linear(model_dim, units, bias=has_fc1_bias)
+            fc2 = nn.Linear(units, self.output_dim, bias=has_fc2_bias)
+            bias = fc2.bias[:width] if has_fc2_bias else None
+            drawn.append((fc1.weight, fc2.weight.t(), fc1.bias, bias))
+        names = ("fc1_w", "fc2_w", "fc1_bias", "fc2_bias")
+        for name, parts in zip(names, zip(*drawn, strict=True), strict=True):
+            param = None if parts[0] is None else nn.Parameter(torch.stack(parts).detach())
             self.register_parameter(f"batched_{name}", param)
 
     def forward(self, x: Tensor, ctx) -> Tensor:

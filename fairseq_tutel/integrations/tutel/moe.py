@@ -1,8 +1,4 @@
-"""Names of ``tutel.moe``: the layer, whose rows a :class:`MoELayer` moves, and :mod:`.routing`.
-
-If S ranks share an expert, the slots of an expert, r times over, are divided among its ranks, and
-each computes with weights that it gathers. To :class:`MoELayer` that is an expert per rank.
-"""
+"""Names of ``tutel.moe``: the layer, and :mod:`.routing`."""
 
 import inspect
 import os
@@ -13,22 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...config import ExchangeConfig
-from ...distributed import build_groups, mark_expert
-from ...moe import ExpertBank, MoEConfig, MoELayer, Router, RouterAux, Routing
-from ...moe.torch_modes import autocast_dtype, without_autocast
+from ...config import ExchangeConfig, MoEConfig
+from ...distributed import ExpertParallelGroups, StepSettings, build_groups, mark_expert, sync_step
+from ...moe import ExpertBank, Routing
+from ...moe.dispatcher import dispatch_and_combine
+from ...moe.exchange_choice import ExchangeChoice, ExchangeChoices
+from ...moe.pass_state import pass_state
+from ...moe.torch_modes import autocast_dtype, untraced, without_autocast
 from . import net, routing
 from .modules import EXPERTS, GATES
-from .routing import (  # noqa: F401
-    extract_critical,
-    fast_cumsum_sub_one,
-    fast_decode,
-    fast_dispatcher,
-    fast_encode,
-    get_reversed_sample_ids,
-    get_topk_selection,
-    top_k_routing,
-)  # fmt: skip
+from .routing import *  # noqa: F403 (names of tutel.moe)
 
 _REFUSED = {
     "megablocks_size": "is for inference alone; capacity_factor=0 drops nothing, too",
@@ -40,12 +30,11 @@ _REFUSED = {
     "SKIP_EXPERT": "leaves the experts out",
     "SKIP_A2A": "leaves the exchanges out",
 }
+_sync_step = untraced(sync_step)  # a trace does not see collectives
 
 
 class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
     """MoE layer with Tutel's arguments, which ``integrations/tutel/README.md`` explains."""
-
-    engine: MoELayer
 
     def __init__(
         self, gate_type, model_dim, experts, scan_expert_func=None, result_func=None, group=None,
@@ -80,7 +69,7 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
             _seed(None if of_gates is None else of_gates + number)
             self.gates.append(self._make_gate(dict(each)))
         _seed(of_rest)
-        vars(self)["engine"] = self._make_engine()  # no submodule: the names are Tutel's
+        self._prepare_exchanges()
 
     @staticmethod
     def global_expert_count(num_local_experts, group=None) -> int:
@@ -124,19 +113,20 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
                 setattr(gate, name, options.get(name, default))
         return gate
 
-    def _make_engine(self) -> MoELayer:
-        """Return the layer that moves rows, with an expert or more on each rank. Collective."""
+    def _prepare_exchanges(self) -> None:
+        """Build the exchange of rows, which sees an expert or more on each rank. Collective."""
         size, world = self.world_size, net.get_world_size()
         first = net.get_world_rank() // size * size
         ranks = [first] if size == 1 else net.dist.get_process_group_ranks(self.group)
         if ranks != [*range(first, first + size)]:
             raise ValueError(f"group: its ranks {ranks} must be neighbours, as of a model_group")
-        config = MoEConfig(max(self.num_global_experts, size), top_k=1)
+        self._config = MoEConfig(max(self.num_global_experts, size), top_k=1)
         parallel = size if size < world else 0
-        groups = build_groups(config.num_experts, expert_parallel_size=parallel)
-        parts = {"gate": _Gates(self, config), "experts": _Experts(self)}
-        exchange = self._exchange()
-        return MoELayer(self.model_dim, config=config, groups=groups, exchange=exchange, **parts)
+        self._groups = build_groups(self._config.num_experts, expert_parallel_size=parallel)
+        here = ExpertParallelGroups(self.num_global_experts)  # r = 0: no row leaves its rank
+        self._choices = [ExchangeChoices(g, timed=False, skip=False) for g in (here, self._groups)]
+        for choices in self._choices:
+            choices.prepare(self._exchange())
 
     def _exchange(self) -> ExchangeConfig:
         # experts that gather their weights would meet the exchange of another chunk
@@ -165,38 +155,31 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
         gate: Any = self.gates[gate_index]
         factor = gate.capacity_factor if capacity_factor is None else capacity_factor
         count = min(gate.top_k if top_k is None else top_k, self.num_global_experts)
-        self._routed, self._shape = (gate, count, factor), input.shape[-reserve_dims:]
-        if self._shape.numel() != self.model_dim:
-            raise ValueError(
-                f"tokens {[*self._shape]} do not have model_dim={self.model_dim} numbers"
-            )
+        shape = input.shape[-reserve_dims:]
+        if shape.numel() != self.model_dim:
+            raise ValueError(f"tokens {[*shape]} do not have model_dim={self.model_dim} numbers")
         x_TM = input.reshape(-1, self.model_dim)
         if (dtype := autocast_dtype(x_TM.device)) is None:
             dtype = next((param.dtype for param in self.experts.parameters()), x_TM.dtype)
-        by_ranks = self._through_ranks if self.adaptive_degree else self._on_this_rank
-        y_TM, l_aux = by_ranks(x_TM.to(dtype), inequivalent_tokens)
-        y: Any = y_TM.view(*input.shape[:-reserve_dims], *self._out_shape).to(input.dtype)
+        x_TM = x_TM.to(dtype)
+        choice = self._choices[self.adaptive_degree > 0].of(self._exchange())
+        num_tokens = self._largest(x_TM, count, factor, choice)
+        crit, l_aux = self._route(x_TM, gate, count, factor, num_tokens)
+        bank = _Rows(self, shape)
+        y_TM = self._through_experts(x_TM, crit, bank, choice)
+        y: Any = y_TM.view(*input.shape[:-reserve_dims], *bank.out_shape).to(input.dtype)
         self.l_aux = y.l_aux = l_aux
         return y if self.result_func is None else self.result_func(y)
 
-    def _through_ranks(self, x_TM, _):
-        _, count, factor = self._routed
-        copies = 1 if self.is_postscore else count  # a row of its own for each weighted token
-        options = {"top_k": count, "capacity_factor": factor, "exchange": self._exchange()}
-        engine = self.engine.train(self.training)
-        y_TM, aux = engine(x_TM.repeat_interleave(copies, 0), return_aux=True, **options)
-        return y_TM.unflatten(0, (len(x_TM), copies)).sum(1) if copies > 1 else y_TM, aux.loss
+    def _largest(self, x_TM, top_k, factor, choice: ExchangeChoice) -> int:
+        """Return the tokens of the largest rank; raise ValueError for ranks with other options."""
+        mode = f"training={self.training}, {top_k=}, {factor=}, r={self.adaptive_degree}"
+        state = pass_state(self.experts, choice, self.training, x_TM)
+        same = StepSettings(self._config, choice.config, self.model_dim, mode, x_TM.dtype, state)
+        return _sync_step(len(x_TM), same, self._groups).num_tokens
 
-    def _on_this_rank(self, x_TM, inequivalent_tokens):
-        tokens = len(x_TM)
-        tokens = routing.largest(tokens, self.group) if inequivalent_tokens else tokens
-        crit, l_aux = self.route(x_TM, tokens)
-        rows = self.compute(fast_encode(x_TM, crit, self.is_postscore))
-        return fast_decode(rows, crit, self.is_postscore), l_aux
-
-    def route(self, x_TM: Tensor, num_tokens: int) -> tuple[routing.Critical, Tensor]:
-        """Return the slots of tokens and the balance loss; ``num_tokens`` of the largest rank."""
-        gate, count, factor = self._routed
+    def _route(self, x_TM, gate, top_k, factor, num_tokens) -> tuple[routing.Critical, Tensor]:
+        """Return the slots of tokens and the balance loss."""
         alignment = self.sharded_count * self.a2a_ffn_overlap_degree
         alignment = alignment if alignment <= 256 else -(-alignment // 128) * 128
         noise = gate.gate_noise / self.num_global_experts
@@ -209,18 +192,39 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
             if not self.is_gshard_loss:
                 values = {"clean_TE": logits_TE.softmax(1), "noisy_TE": noisy_TE}
                 loss_fn = partial(routing.load_importance_loss, **values, noise_std=noise)
-            crit, l_aux = extract_critical(
-                noisy_TE.softmax(1), count, loss_fn, factor, self.batch_prioritized_routing,
+            crit, l_aux = routing.extract_critical(
+                noisy_TE.softmax(1), top_k, loss_fn, factor, self.batch_prioritized_routing,
                 self.normalize_gate, alignment, self.group, num_tokens=num_tokens,
             )  # fmt: skip
         self.dispatch_count = crit.dispatch_count
         return crit, l_aux
 
-    def compute(self, rows: Tensor) -> Tensor:
-        """Apply the experts to rows [e, N, M]."""
-        out = self.experts(rows.unflatten(2, self._shape), self)
-        self._out_shape = out.shape[2:]
-        return out.flatten(2)
+    def _through_experts(self, x_TM, crit: routing.Critical, bank, choice) -> Tensor:
+        """Send tokens to their slots, apply the experts, and add the results.
+
+        If S ranks share an expert, its slots, r times over, are divided among its ranks, and each
+        computes with weights that it gathers. For the exchange that is an expert per rank.
+        """
+        r, ranks = self.adaptive_degree, self.sharded_count
+        r, ranks = (r, ranks) if r else (1, 1)
+        dest_TK, weight_TK = crit.maps()[0], crit.weights()
+        if not self.is_postscore:
+            x_TM = routing.prescored(x_TM, weight_TK)
+            dest_TK, weight_TK = (x.reshape(-1, 1) for x in (dest_TK, torch.ones_like(weight_TK)))
+        begin_TK = dest_TK - dest_TK % crit.capacity
+        copy_r = torch.arange(r, device=dest_TK.device) * crit.capacity
+        dest_TKr = (dest_TK + begin_TK * (r - 1))[..., None] + copy_r
+        dest_TKr = torch.where(dest_TK[..., None] < 0, -1, dest_TKr).to(torch.int32)
+        weight = torch.where(dest_TKr < 0, 0, weight_TK[..., None]).flatten(1)
+        capacity, dest = crit.capacity * r // ranks, dest_TKr.flatten(1)
+        src_R = ops.source_of_rows(dest, self.num_global_experts * crit.capacity * r)
+        kept_E = (src_R.view(-1, capacity) >= 0).sum(1, dtype=torch.int32)
+        expert = torch.where(dest < 0, -1, dest // capacity).to(torch.int32)
+        routed = Routing(expert, dest, src_R, weight, kept_E[None], kept_E, capacity, True)
+        y_TM = dispatch_and_combine(x_TM, routed, bank, choice, None)
+        if self.is_postscore:
+            return y_TM
+        return y_TM.unflatten(0, (-1, len(crit.indices))).sum(1)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         """Read files of older versions too, with biases [e, 1, F] and no number of experts."""
@@ -232,6 +236,22 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
             if name in state_dict and state_dict[name].numel() == param.numel():
                 state_dict[name] = state_dict[name].view(param.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class _Rows(ExpertBank):
+    """The experts of a layer, on rows [e, N, M] whose tokens have a ``shape``."""
+
+    out_shape: torch.Size
+
+    def __init__(self, layer: moe_layer, shape: torch.Size):
+        super().__init__()
+        vars(self).update(layer=layer, shape=shape)  # no child
+
+    def forward(self, batch, prepared=None):
+        layer = vars(self)["layer"]
+        out = layer.experts(batch.rows.unflatten(2, vars(self)["shape"]), layer)
+        self.out_shape = out.shape[2:]
+        return out.flatten(2)
 
 
 def _refuse(given, unknown, gate_type=None) -> None:
@@ -265,47 +285,3 @@ def _chosen(argument: str, options: dict[str, Any], known: dict[str, Any]) -> An
     if kind != "custom" and kind not in known:
         raise ValueError(f"{argument}: type={kind!r} is not one of custom, {', '.join(known)}")
     return options.pop("module") if kind == "custom" else known[kind]
-
-
-class _Experts(ExpertBank):
-    """The experts of a layer, for a :class:`MoELayer`."""
-
-    def __init__(self, owner: moe_layer):
-        super().__init__()
-        vars(self)["owner"] = owner
-
-    def forward(self, batch, prepared=None):
-        return vars(self)["owner"].compute(batch.rows)
-
-
-class _Gates(Router):
-    """The gates of a layer, for a :class:`MoELayer`."""
-
-    def __init__(self, owner: moe_layer, config: MoEConfig):
-        super().__init__(owner.model_dim, config)
-        vars(self)["owner"] = owner
-
-    def forward(self, x_TM, pad_mask_T, call):
-        owner: moe_layer = vars(self)["owner"]
-        copies, r = 1 if owner.is_postscore else call.config.top_k, owner.adaptive_degree
-        crit, loss = owner.route(x_TM[::copies], call.num_tokens // copies)
-        dest_TK, weight_TK = crit.maps()[0], crit.weights()
-        # an expert has its slots r times, divided among its ranks
-        begin_TK = dest_TK - dest_TK % crit.capacity
-        copy_r = torch.arange(r, device=dest_TK.device) * crit.capacity
-        dest_TKr = (dest_TK + begin_TK * (r - 1))[..., None] + copy_r
-        dest_TKr = torch.where(dest_TK[..., None] < 0, -1, dest_TKr).to(torch.int32)
-        tokens_TM = None
-        if not owner.is_postscore:
-            tokens_TM = routing.prescored(x_TM[::copies], weight_TK)
-            weight_TK = torch.ones_like(weight_TK)
-        weight_TKr = torch.where(dest_TKr < 0, 0, weight_TK[..., None])
-        shape = len(x_TM), dest_TK.shape[1] * r // copies
-        dest, weight = (each.reshape(shape) for each in (dest_TKr, weight_TKr))
-        capacity = crit.capacity * r // owner.sharded_count
-        src_R = ops.source_of_rows(dest, self.config.num_experts * capacity)
-        kept_E = (src_R.view(-1, capacity) >= 0).sum(1, dtype=torch.int32)
-        expert = torch.where(dest < 0, -1, dest // capacity).to(torch.int32)
-        routed = expert, dest, src_R, weight, kept_E[None], kept_E, capacity, True
-        aux = RouterAux(loss, loss.detach() * 0, kept_E[None])
-        return Routing(*routed, tokens_TM=tokens_TM), aux

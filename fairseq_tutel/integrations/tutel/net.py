@@ -42,14 +42,17 @@ def simple_all_reduce(input: Tensor, group=None, op: Any = None, inplace=False) 
     return output
 
 
-def simple_all_to_all(input: Tensor, group=None) -> Tensor:
-    """Send part i of the first dimension to rank i."""
+def _received(collective: Callable, input: Tensor, length: int, group) -> Tensor:
     if get_world_size(group) == 1:
         return input
-    input = input.detach().contiguous()
-    output = torch.empty_like(input)
-    dist.all_to_all_single(output, input, group=group)
+    output = input.new_empty((length, *input.shape[1:]))
+    collective(output, input.detach().contiguous(), group=group)
     return output
+
+
+def simple_all_to_all(input: Tensor, group=None) -> Tensor:
+    """Send part i of the first dimension to rank i."""
+    return _received(dist.all_to_all_single, input, len(input), group)
 
 
 def simple_split(input: Tensor, group=None) -> Tensor:
@@ -59,20 +62,12 @@ def simple_split(input: Tensor, group=None) -> Tensor:
 
 def simple_reduce_scatter(input: Tensor, group=None) -> Tensor:
     """Return this rank's part of the sum over the ranks."""
-    if get_world_size(group) == 1:
-        return input
-    output = torch.empty_like(simple_split(input, group), memory_format=torch.contiguous_format)
-    _reduce_scatter(output.detach(), input.detach().contiguous(), group=group)
-    return output
+    return _received(_reduce_scatter, input, len(simple_split(input, group)), group)
 
 
 def simple_all_gather(input: Tensor, group=None) -> Tensor:
     """Join the tensors of all ranks along the first dimension."""
-    if (size := get_world_size(group)) == 1:
-        return input
-    output = input.new_empty((size * len(input), *input.shape[1:]))
-    all_gather_tensor(output, input.detach().contiguous(), group=group)
-    return output
+    return _received(all_gather_tensor, input, get_world_size(group) * len(input), group)
 
 
 class _Linear(torch.autograd.Function):
@@ -117,10 +112,7 @@ def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group=No
 
 
 class Groups:
-    """Groups of :func:`create_groups_from_world`, and the place of this rank in them.
-
-    A ``model_group`` has neighbouring ranks; a ``data_group`` has one rank of each model group.
-    """
+    """Groups of ranks: neighbours (``model_group``), and one of each of those (``data_group``)."""
 
     def __init__(self, group_count: int, backend: str):
         self.global_rank, self.global_size = process_world()

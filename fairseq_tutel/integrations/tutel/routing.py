@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import ops
 from ...distributed.world import gather_integers
+from ...moe import losses
 from . import net
 
 
@@ -51,22 +52,18 @@ def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
 
 def gshard_loss(scores: Tensor, top_ids: Tensor) -> Tensor:
     """Return GShard's balance loss, ``E * sum_e mean_t(p_te) * mean_t(first choice is e)``."""
-    tokens, experts = scores.shape
-    first_E = top_ids[:, 0].bincount(minlength=experts).to(scores.dtype)
-    return scores.sum(0) @ first_E * (experts / max(tokens, 1) ** 2)
+    first_E = top_ids[:, 0].bincount(minlength=scores.shape[1])
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    return losses.balance_loss(scores.sum(0, dtype=dtype), first_E, len(scores))
 
 
 def load_importance_loss(_, top_ids: Tensor, *, clean_TE, noisy_TE, noise_std: float) -> Tensor:
-    """Return Tutel's mean of the importance and the load loss.
-
-    Unlike Shazeer et al., arXiv 1701.06538, it compares probabilities with the K-th logit.
-    """
+    """Return Tutel's form of the loss: probabilities beside the K-th logit, sample variances."""
     if noise_std <= 0:
         raise ValueError("is_gshard_loss=False needs a gate_noise above 0")
-    margin_TE = clean_TE - noisy_TE.gather(1, top_ids[:, -1:])
-    load_E = torch.special.ndtr(margin_TE / noise_std).sum(0)
-    terms = [x_E.var() / (x_E.mean() ** 2 + 1e-10) for x_E in (clean_TE.sum(0), load_E)]
-    return (terms[0] + terms[1]) / 2
+    last_T, experts = noisy_TE.gather(1, top_ids[:, -1:])[:, 0], clean_TE.shape[1]
+    loss = losses.load_importance_loss(clean_TE, clean_TE, last_T, noise_std)
+    return loss * (experts / max(experts - 1, 1))
 
 
 def extract_critical(

@@ -8,7 +8,6 @@ import pytest
 
 from fairseq_tutel.integrations import tutel
 from fairseq_tutel.integrations.tutel import __main__ as command
-from fairseq_tutel.moe import MoELayer
 
 PROGRAM = """
 import sys
@@ -62,10 +61,3 @@ def test_usage(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command"])
     with pytest.raises(SystemExit, match="usage: python -m fairseq_tutel.integrations.tutel"):
         command.main()
-
-
-def test_a_bank_of_ones_own_needs_a_width():
-    with pytest.raises(TypeError, match="needs model_dim"):
-        MoELayer(num_experts=2, experts=tutel.moe.moe_layer(
-            {"type": "top", "k": 1}, 4, {"type": "ffn", "hidden_size_per_expert": 8}
-        ).engine.experts)  # fmt: skip
