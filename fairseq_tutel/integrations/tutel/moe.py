@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...config import ExchangeConfig, MoEConfig
+from ...config.exchange import OVERLAP_DEGREES
 from ...distributed import ExpertParallelGroups, StepSettings, build_groups, mark_expert, sync_step
 from ...moe import ExpertBank, Routing
 from ...moe.dispatcher import dispatch_and_combine
@@ -131,7 +132,8 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
     def _exchange(self) -> ExchangeConfig:
         # experts that gather their weights would meet the exchange of another chunk
         degree = self.a2a_ffn_overlap_degree if self.sharded_count == 1 else 1
-        return _exchange(self.use_2dh, int(os.environ.get("LOCAL_SIZE", "0")), degree)
+        per_node = int(os.environ.get("LOCAL_SIZE", "0")) if self.use_2dh else 0
+        return _exchange("2dh" if self.use_2dh else "linear", per_node, max(degree, 1))
 
     def get_parameter_iterator(self, param_type: str):
         """Return the names and parameters of the ``gate`` or the ``local_experts``."""
@@ -142,11 +144,7 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
         a2a_ffn_overlap_degree=None, reserve_dims=1, inequivalent_tokens=False, adaptive_r=None,
         **others,
     ):  # fmt: skip
-        """Apply the layer to tokens whose size is that of the last ``reserve_dims`` dimensions.
-
-        The result and the layer get the attribute ``l_aux``, the balance loss. The overlap degree
-        and r are kept for later calls. Ranks may always have different numbers of tokens.
-        """
+        """Apply the layer to tokens of the last ``reserve_dims`` dimensions."""
         _refuse(others, others)
         if adaptive_r is not None:
             self.adaptive_degree = self._degree(f"adaptive:{adaptive_r}")
@@ -267,11 +265,9 @@ def _refuse(given, unknown, gate_type=None) -> None:
 
 
 @cache
-def _exchange(use_2dh: bool, ranks_per_node: int, degree: int) -> ExchangeConfig:
-    degree = max(d for d in (1, 2, 4, 8) if d <= max(degree, 1))
-    if not use_2dh:
-        return ExchangeConfig(overlap_degree=degree)
-    return ExchangeConfig("2dh", ranks_per_node=ranks_per_node, overlap_degree=degree)
+def _exchange(algorithm: str, ranks_per_node: int, most_chunks: int) -> ExchangeConfig:
+    degree = max(degree for degree in OVERLAP_DEGREES if degree <= most_chunks)
+    return ExchangeConfig(algorithm, ranks_per_node=ranks_per_node, overlap_degree=degree)
 
 
 def _seed(seed: int | None) -> None:

@@ -86,10 +86,7 @@ class _Linear(torch.autograd.Function):
 def all_to_all(
     input: Tensor, input_dim: int, output_dim: int, group=None, background=False, use_2dh=False
 ) -> Any:
-    """Split ``output_dim`` over the ranks, and join what arrives along ``input_dim``.
-
-    ``background``: return a function of the result. ``use_2dh`` changes no value, and nothing here.
-    """
+    """Split ``output_dim`` over the ranks, and join what arrives along ``input_dim``."""
     found, size = input, get_world_size(group)
     if input_dim != output_dim and size > 1:
         parts = input.unflatten(output_dim, (size, -1)).movedim(output_dim, 0)
@@ -144,11 +141,7 @@ class Groups:
 def create_groups_from_world(
     group_count: int, include_init: str | None = None, parent_group=None
 ) -> Groups:
-    """Divide all ranks into ``group_count`` groups, or into groups of ``-group_count`` ranks.
-
-    ``include_init`` is the backend to start ``torch.distributed`` with, if the environment names
-    ranks. Collective on the first call. Groups in a ``parent_group`` of neighbours are the same.
-    """
+    """Divide all ranks into groups, as the page explains. Collective on the first call."""
     if include_init and not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(include_init, timeout=_TIMEOUT)
     backend = include_init or (dist.get_backend() if dist.is_initialized() else "")
@@ -161,11 +154,7 @@ def neighbours(size: int):
 
 
 class TutelDistributedOptimizer:
-    """ZeRO-1: each rank steps a part of the shared parameters, and all of its experts.
-
-    Gradients of shared parameters are summed over the group, or averaged (``average_shared``). With
-    a group of fewer ranks the state is not divided.
-    """
+    """ZeRO-1: each rank steps a part of the shared parameters, and all of its experts."""
 
     def __init__(self, params: Iterable[Tensor], group=None, average_shared=False):
         self.params, self.group, self.average_shared = [*params], group, average_shared

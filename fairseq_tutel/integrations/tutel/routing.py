@@ -1,7 +1,4 @@
-"""Tutel's routing: tokens to slots of experts, and rows by slots.
-
-T tokens, E experts, K choices, C slots per expert. A plan of the rows is a :class:`Critical`.
-"""
+"""Tutel's routing: tokens to slots of experts, and rows by slots; a plan is a ``Critical``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -73,10 +70,7 @@ def extract_critical(
 ) -> tuple[Critical, Any]:  # fmt: skip
     """Return the slots of the K best experts of each token, and ``loss_fn(scores, top_ids)``.
 
-    ``scores`` [T, E] are probabilities. With a ``capacity_factor`` f above 0 an expert has
-    ``K * int(f * ceil(T / E))`` slots for a rank, with 0 as many as the fullest one of any rank
-    needs, below 0 those, up to the number of -f; collective. ``num_tokens`` is the T of the largest
-    rank, with ``inequivalent_tokens`` found by a collective (default None: of this rank).
+    ``num_tokens`` is the T of the largest rank (default None: that of this rank, or found).
     """
     tokens, experts = scores.shape
     top_k = min(top_k, experts)
