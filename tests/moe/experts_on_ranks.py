@@ -37,41 +37,24 @@ def by_hand(layer, x, expert, state=None):
 def check_on_ranks(make, model_dim, cases, folder):
     """Each (experts, placement, r, degree) is as in one process, and comes back from a set.
 
-    A case may have further options of the exchange, with which ranks help each other.
+    A case may have further options of the exchange, with which ranks help each other. Gradients:
+    test_product.py.
     """
     rank, world_size = process_world()
     x = torch.randn(24, model_dim, generator=torch.Generator().manual_seed(1)).double()
     mine = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)
     for experts, placement, r, degree, *more in cases:
-        case = f"{experts} {placement} {r} {degree}"
-        alone, whole_x = make(experts, ExpertParallelGroups(experts)), x.clone().requires_grad_()
-        whole_y = alone(whole_x)
-        (whole_y * whole_y.detach()).sum().backward()
-        want = gradients(alone.experts)
-
+        whole_y = make(experts, ExpertParallelGroups(experts))(x)
         groups = build_groups(experts, placement=placement)
         exchange = ExchangeConfig("linear", overlap_degree=degree, r=r, **dict(*more))
-        layer, given = make(experts, groups, exchange=exchange), x[mine].clone().requires_grad_()
-        y, aux = layer(given, return_aux=True)
+        layer = make(experts, groups, exchange=exchange)
+        y, aux = layer(x[mine], return_aux=True)
         if more:
             helped = torch.tensor(aux.record.rows_helped)
             torch.distributed.all_reduce(helped)
             assert helped > 0
-        torch.testing.assert_close(y, whole_y[mine], msg=lambda text, case=case: f"{case}: {text}")
-        (y * y.detach()).sum().backward()
-        torch.testing.assert_close(given.grad, whole_x.grad[mine])
-        for single, part in gradients(layer.experts).items():
-            slot, kind = single.split(".", 1)
-            exact = want[f"{groups.local_experts[int(slot)]}.{kind}"]
-            dims = [d for d in range(part.dim()) if part.shape[d] != exact.shape[d]]
-            assert len(dims) <= (groups.num_slices > 1)
-            if dims:
-                width = part.shape[dims[0]]
-                exact = exact.narrow(dims[0], groups.slice_index * width, width)
-            elif groups.num_slices > 1:  # copies, as of any replica
-                torch.distributed.all_reduce(part, group=groups.replica_group)
-            torch.testing.assert_close(part, exact, msg=f"{case} {single}")
-
+        torch.testing.assert_close(y, whole_y[mine])
+        y.square().sum().backward()
         whole = make(experts, ExpertParallelGroups(experts), seed=9)
         whole.load_state_dict(training.full_state_dict(layer) or whole.state_dict())
         assert rank or torch.equal(whole(x), whole_y)

@@ -42,50 +42,40 @@ NETWORKS = [{}, {"hidden_dim": 24}, {"activation": "relu"}, {"expert_network": "
             {"expert_network": "geglu", "expert_options": {"bias": True}}]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", NETWORKS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 200])
 @torch.no_grad()
-def test_mapped_experts_are_the_state_dict(options, tokens):
-    layer, held = loaded("mapped", **options)
-    x = torch.randn(tokens, DIM)
-    for y in (held(x), held(x, return_aux=True)[0]):
-        assert_close("y", y, layer(x), torch.float32)
-    state = layer.state_dict()
-    again = make("mapped", **options)
-    again.load_state_dict(state)
+def test_mapped_experts_are_the_state_dict():
+    layer, held = loaded("mapped")
+    x, state = torch.randn(7, DIM), layer.state_dict()
     weight = state["experts.2.fc1.weight"]
     weight += 1  # of the state dict, which the layer has not copied
-    # whose memory the state dict has
-    assert_close("y", again(x), layer(x), torch.float32)
-    assert again.state_dict()["experts.2.fc1.weight"].data_ptr() == weight.data_ptr()
+    assert_close("y", held(x), layer(x), torch.float32)
+    assert held.state_dict()["experts.2.fc1.weight"].data_ptr() == weight.data_ptr()
     layer.experts = hold_experts(layer.experts, "mapped")
-    assert_close("y", again(x), layer(x), torch.float32)
+    assert_close("y", held(x), layer(x), torch.float32)
 
 
 @pytest.mark.parametrize("options", NETWORKS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 200])
-@pytest.mark.parametrize("storage, most", [("bf16", 8e-3), ("int8", 1e-2)])
+@pytest.mark.parametrize("storage, most", [("mapped", 1e-6), ("bf16", 8e-3), ("int8", 1e-2)])
 @torch.no_grad()
-def test_fewer_bytes(storage, most, options, tokens):
+def test_held_experts_are_those_of_the_held_weights(storage, most, options, tokens):
     """Against the layer in fp64 with the weights that are held; all else is rounding to bf16."""
     layer, held = loaded(storage, **options)
     wide = make(**options).double()
     state = {name: value.double() for name, value in layer.state_dict().items()}
     for name, value in state.items():
-        if ".fc" in name and name.endswith("weight"):
+        if ".fc" in name and name.endswith("weight") and storage != "mapped":
             value.copy_(as_int8(value) if storage == "int8" else value.bfloat16())
     wide.load_state_dict(state)
     x = torch.randn(tokens, DIM)
-    exact = wide(x.double())
-    for y in (held(x), held(x, return_aux=True)[0]):
-        assert y.dtype == torch.float32
-        # of each output by itself: small ones must not hide behind large ones
-        error = (y - exact).square().mean(0).sqrt() / exact.square().mean(0).sqrt()
-        assert error.median() < most and rms_ratio(y, exact) < most
-    assert rms_ratio(held(x), layer(x)) < 3 * most
+    y, exact = held(x), wide(x.double())
+    assert y.dtype == torch.float32
+    # of each output by itself: small ones must not hide behind large ones
+    error = (y - exact).square().mean(0).sqrt() / exact.square().mean(0).sqrt()
+    assert error.median() < most and rms_ratio(y, exact) < most
     assert not list(held.experts.parameters())
     weights = sum(p.numel() for n, p in layer.experts.named_parameters() if "weight" in n)
-    assert held.experts.num_bytes() < weights * {"bf16": 2.2, "int8": 1.5}[storage]
+    assert held.experts.num_bytes() < weights * {"mapped": 4.2, "bf16": 2.2, "int8": 1.5}[storage]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "geglu"])

@@ -22,14 +22,13 @@ NAMES = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 # name -> options of the layer; 14 tokens: ceil(14/4) = 4 slots per choice, so that some are dropped
 CASES = {
     "top1": {"top_k": 1},
-    "top1 dropless": {"top_k": 1, "capacity_factor": 0.0},
     "top2": {"top_k": 2},
-    "top2 dropless": {"top_k": 2, "capacity_factor": 0.0},
     "top2 padding": {"top_k": 2, "balance_over": "all"},
     "top4 is every expert": {"top_k": 4, "capacity_factor": 0.5},
     "top1 shared expert": {"top_k": 1, "shared_expert_dim": 5},
     "top2 dropless shared expert": {"capacity_factor": 0.0, "shared_expert_dim": 5},
     "gated shared expert": {"shared_expert_dim": 5, "shared_expert_gate": True},
+    "null experts": {"top_k": 2, "null_experts": 3, "capacity_factor": 0.0},
 }
 
 
@@ -103,6 +102,8 @@ def test_layer_equals_a_loop(name, training, dtype):
     for key, weight in weights.items():
         grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         assert_close(f"gradient of {key}", grads[key], grad, dtype)
+    nulls = 100 * routed.num_null / (14 * layer.config.top_k)
+    assert aux.null_share.item() == pytest.approx(nulls)
     assert repr(aux).startswith("MoEAux(loss=tensor(") and len(repr(aux)) < 200
     for key, value in aux.metrics_dict().items():
         assert value == pytest.approx(routed.metrics[key], rel=1e-5, abs=1e-5), key

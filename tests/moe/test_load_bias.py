@@ -47,9 +47,6 @@ def test_margins_are_counted_without_padding_and_beyond_the_edges():
 def test_a_step_of_the_sign_by_hand():
     bias = sign_bias(torch.full((4,), 0.5), torch.tensor([8, 4, 2, 2]), 0.125)
     assert bias.tolist() == [-0.15625, -0.03125, 0.09375, 0.09375]  # their mean is zero
-
-
-def test_without_counts_the_bias_stays():
     untouched = torch.tensor([0.5, -0.5])
     assert torch.equal(quantile_bias(untouched, torch.zeros(2, BINS + 1)), untouched.double())
 
@@ -110,21 +107,29 @@ def test_the_bias_is_that_of_one_batch(rule):
     torch.testing.assert_close(updated(rule, [x.flatten(0, 1)]), want)
 
 
-@pytest.mark.parametrize("of_calls", [(1,), (4,), (1, 3)], ids=str)
-def test_the_quantile_is_that_of_the_calls_choices(of_calls):
-    """Experts have even shares where calls, also of one update, route to other numbers."""
+SHARED = [("quantile", (1,), 0), ("quantile", (4,), 0), ("quantile", (1, 3), 0),
+          ("quantile", (2,), 3), ("sign", (2,), 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, of_calls, nulls", SHARED, ids=str)
+def test_experts_get_even_shares(rule, of_calls, nulls):
+    """Null experts too, and where calls, also of one update, route to other numbers."""
     torch.manual_seed(0)
-    layer = MoELayer(8, 16, 8, top_k=2, load_bias="quantile", capacity_factor=0)
+    options = {"null_experts": nulls, "capacity_factor": 0}
+    options |= {"load_bias_rate": 0.05} if rule == "sign" else {}
+    layer = MoELayer(8, 16, 8, top_k=2, load_bias=rule, **options)
     x = torch.randn(4096, 8) + torch.arange(8) / 4
-    for _ in range(12):
+    for _ in range(12 if rule == "quantile" else 100):
         found, load = [], 0
         for top_k in of_calls:
             with training.collect_aux(layer) as aux:
                 layer(x, top_k=top_k)
             found.append(aux)
-            load = load + aux.layers[0][1].load_E.double()
+            report = aux.layers[0][1]
+            of_nulls = report.num_null_KN.sum(0) if nulls else report.load_E[:0]
+            load = load + torch.cat([report.load_E, of_nulls]).double()
         training.update_load_bias(layer, found)
-    assert load.mean() / load.max() > 0.95
+    assert load.mean() / load.max() > (0.95 if rule == "quantile" else 0.75)
 
 
 def train(layer, steps, update, passes_per_step=1):

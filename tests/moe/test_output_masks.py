@@ -63,10 +63,3 @@ def test_evaluation_has_the_expected_value():
     plain = make().eval()(x)
     masked = make(expert_output_masking=0.25, final_output_masking=0.5).eval()(x)
     assert rms_ratio(masked, 0.75 * 0.5 * plain) < 1e-12
-
-
-def test_without_masks_nothing_is_drawn():
-    layer = make(second_expert_policy="all")
-    state = torch.random.get_rng_state()
-    layer(tokens(10))
-    assert torch.equal(torch.random.get_rng_state(), state)

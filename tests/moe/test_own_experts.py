@@ -10,10 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from fairseq_tutel.config import EXPERTS
-from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.moe.experts import (
-    base,
-)
+from fairseq_tutel.moe import ExpertBank, MoELayer
+from fairseq_tutel.moe.experts import base
 
 M, F, TOKENS = 6, 8, 16
 
@@ -97,3 +95,16 @@ def test_the_first_linear_layer_says_the_width():
     assert torch.equal(given.experts[3][0].weight, layer.experts[3][0].weight)
     modules = [published_expert() for _ in range(4)]
     assert MoELayer(num_experts=4, experts=modules).model_dim == M
+
+
+class Narrow(ExpertBank):
+    """A bank of all experts, whose outputs are narrower than the tokens."""
+
+    def forward(self, batch, prepared=None):
+        return 2 * batch.rows[..., :2]
+
+
+def test_a_bank_may_change_the_width():
+    layer = MoELayer(M, 4, experts=Narrow(), top_k=2, capacity_factor=0.0)
+    x = torch.randn(2, 3, M)
+    torch.testing.assert_close(layer(x), 2 * x[..., :2])
