@@ -69,6 +69,15 @@ def test_half_models_keep_it_in_fp32_and_checkpoints_keep_it():
         MoELayer(8, E, 8).load_state_dict(state)
 
 
+def test_it_is_fp32_under_any_default_dtype():
+    """A step of 0.001 would be lost in bf16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert MoELayer(8, E, 8, load_bias="sign").gate.load_bias.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_weights_without_it_start_with_zeros(caplog):
     caplog.set_level("WARNING", logger="fairseq_tutel")  # whatever another test has left
     layer = MoELayer(8, E, 8, load_bias="sign")
