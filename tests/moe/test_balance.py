@@ -124,11 +124,3 @@ def test_over_the_longest_a_rank_counts_as_many_tokens_as_the_longest(top_k, tra
     assert aux.num_tokens == 26 and aux.load_E.sum() == top_k * int((~pad).sum())
     _, alone = layer(x, pad_mask=pad, return_aux=True)
     assert alone.loss.item() != pytest.approx(filled.loss.item(), rel=1e-3)
-
-
-def test_only_a_mask_of_these_tokens_is_a_mask():
-    x, layer = tokens().view(4, 5, M), make()
-    pad = torch.zeros(4, 5).bool()
-    pad[0, 3:] = True
-    _, aux = layer(x, pad_mask=pad, return_aux=True)
-    assert aux.load_E.sum() == K * (20 - 2)  # a mask that is given is meant

@@ -14,7 +14,6 @@ from fairseq_tutel.moe import MoELayer
 M, E = 6, 4
 # tokens of the two ranks in each micro-batch; one with none
 SIZES = [(5, 9), (7, 4), (0, 6)]
-WAYS = ("collected", "returned", "collected, recomputed", "returned, recomputed", "reentrant")
 
 
 def make(**options):
@@ -36,19 +35,13 @@ def micro_batches():
 
 
 def loss_of_pass(layer, x, way):
-    """The aux loss of one forward pass."""
-    recomputed = {} if "recomputed" not in way else {"use_reentrant": False}
-    if way == "reentrant":
-        recomputed = {"use_reentrant": True}
-        x = x.clone().requires_grad_()
-    if way.startswith("collected"):
+    """The aux loss of one forward pass; other ways, in one process: training/test_passes.py."""
+    if way == "collected":
         with training.collect_aux(layer) as aux:
-            checkpoint(layer, x, **recomputed) if recomputed else layer(x)
+            layer(x)
         return aux.loss
-    if recomputed:
-        report = lambda x: layer(x, return_aux=True)[1].loss  # noqa: E731
-        return checkpoint(report, x, **recomputed)
-    return layer(x, return_aux=True)[1].loss
+    report = lambda x: layer(x, return_aux=True)[1].loss  # noqa: E731
+    return report(x) if way == "returned" else checkpoint(report, x, use_reentrant=False)
 
 
 def _updates(way, count, together=False):
@@ -69,11 +62,12 @@ def _updates(way, count, together=False):
     return found
 
 
+CASES = [("collected", "all", False), ("returned", "first", False), ("collected", "first", True),
+         ("recomputed", "first", False), ("recomputed", "first", True)]  # fmt: skip
+
+
 def _all_cases():
-    cases = [(way, "first", False) for way in WAYS]
-    cases += [("collected", "all", False)]
-    cases += [(way, "first", True) for way in WAYS]
-    return {case: _updates(case[0], case[1], case[2]) for case in cases}
+    return {case: _updates(*case) for case in CASES}
 
 
 def by_hand(rank, count):
@@ -101,7 +95,6 @@ def by_hand(rank, count):
 
 
 def test_a_pass_is_balanced_by_the_load_of_the_update_up_to_it():
-    """In one process: tests/training/test_passes.py."""
     for rank, cases in enumerate(run_ranks(_all_cases, 2)):
         for (way, count, together), updates in cases.items():
             losses, grad = by_hand(rank, count)

@@ -74,16 +74,30 @@ def test_only_needed_gradients_are_computed(monkeypatch):
     assert needs == {"needs_rows": False, "needs_weight": True, "needs_bias": False}
 
 
-@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "dual"])
-def test_forward_mode_is_refused(transform):
-    """The tangent that torch makes of an operator without a formula is zero."""
-    x, (row, pair) = random(3, 4).detach(), random_rows(3, 2, 3, 2, "spread")
-    with pytest.raises(NotImplementedError, match="fairseq_tutel::dispatch .*jacobian"):
-        if transform == "jvp":
-            torch.func.jvp(lambda x: ops.dispatch(x, row, pair), (x,), (torch.ones_like(x),))
-        elif transform == "jacfwd":
-            torch.func.jacfwd(lambda x: ops.dispatch(x, row, pair))(x)
-        else:
-            with torch.autograd.forward_ad.dual_level():
-                made = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-                ops.dispatch(made, row, pair)
+def forward_dual(call, x):
+    with torch.autograd.forward_ad.dual_level():
+        call(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def second_derivative(call, x):
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((call(x) ** 2).sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+# the tangent that torch makes of an operator without a formula is zero
+FORWARD = NotImplementedError, "fairseq_tutel::dispatch .*jacobian"
+TRANSFORMS = {
+    "jvp": (lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),)), *FORWARD),
+    "jacfwd": (lambda call, x: torch.func.jacfwd(call)(x), *FORWARD),
+    "dual": (forward_dual, *FORWARD),
+    "vjp": (torch.func.vjp, RuntimeError, "to use .* with functorch transforms"),  # torch's own
+    "second derivative": (second_derivative, RuntimeError, "dispatch_bwd.* no autograd formula"),
+}
+
+
+@pytest.mark.parametrize("transform, error, words", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_without_a_formula_are_refused(transform, error, words):
+    maps = random_rows(3, 2, 3, 2, "spread")
+    with pytest.raises(error, match=words):
+        transform(lambda x: ops.dispatch(x, *maps), random(3, 4).detach())

@@ -157,12 +157,6 @@ def test_tensors_without_values_beside_others_are_refused():
     assert ops.dispatch(*(each.to("meta") for each in (x, row, pair))).is_meta
 
 
-def test_functorch_transforms_are_refused():
-    x, (row, pair) = torch.randn(7, 5), random_rows(7, 2, 4, 3, "spread")
-    with pytest.raises(RuntimeError, match="to use .* with functorch transforms"):  # torch's own
-        torch.func.vjp(lambda x: ops.dispatch(x, row, pair), x)
-
-
 def test_the_jacobian_of_a_layer_is_vectorized():
     """Batched gradients of the kind that torch had before functorch."""
 
@@ -171,11 +165,3 @@ def test_the_jacobian_of_a_layer_is_vectorized():
 
     jacobian, x = torch.autograd.functional.jacobian, parameters()[0].detach()
     torch.testing.assert_close(jacobian(y, x, vectorize=True), jacobian(y, x))
-
-
-def test_a_second_derivative_is_refused():
-    x, (row, pair) = torch.randn(7, 5, requires_grad=True), random_rows(7, 2, 4, 3, "spread")
-    rows = ops.dispatch(x, row, pair)
-    (grad,) = torch.autograd.grad((rows**2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="dispatch_bwd.* no autograd formula"):
-        grad.sum().backward()
