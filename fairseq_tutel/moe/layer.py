@@ -186,18 +186,10 @@ class MoELayer(nn.Module):
                 not prepared; plain DistributedDataParallel or ``fully_shard`` around the layer.
         """
         options = {
-            "pad_mask": pad_mask,
-            "choices": choices,
-            "weights": weights,
-            "step": step,
-            "top_k": top_k,
-            "capacity_factor": capacity_factor,
-            "exchange": exchange,
-            "r": r,
-            "record": record,
-            "return_aux": return_aux,
-            "balance_later": balance_later,
-        }
+            "pad_mask": pad_mask, "choices": choices, "weights": weights, "step": step,
+            "top_k": top_k, "capacity_factor": capacity_factor, "exchange": exchange, "r": r,
+            "record": record, "return_aux": return_aux, "balance_later": balance_later,
+        }  # fmt: skip
         return serve(self, x, options) if self.requests.served else self._compute(x, **options)
 
     def _compute(

@@ -22,18 +22,16 @@ def tokens(rank, step):
     return torch.randn(T, M, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
-def by_hand(x_TM, gate, experts, place):
-    """The layer's output, with expert j computed by experts[place(j)]."""
+def by_hand(x_TM, whole, place):
+    """The layer's output, with expert j computed by expert place(j) of a state dict."""
 
     def expert(x, j):
-        w1, b1, w2, b2 = experts[place(j)]
+        names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+        w1, b1, w2, b2 = (whole[f"experts.{place(j)}.{name}"] for name in names)
         return w2 @ torch.nn.functional.gelu(w1 @ x + b1) + b2
 
-    return naive.layer(x_TM, gate, expert, MoEConfig(E, top_k=2, capacity_factor=0.0))[0]
-
-
-def _names(e):
-    return [f"experts.{e}.{n}" for n in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")]
+    config = MoEConfig(E, top_k=2, capacity_factor=0.0)
+    return naive.layer(x_TM, whole["gate.wg.weight"], expert, config)[0]
 
 
 def _steps(options):
@@ -55,12 +53,9 @@ def _steps(options):
 
 def outputs_by_hand(rank, number, whole):
     """{whether nothing is exchanged: output of the rank} of a step."""
-    experts = [[whole[name] for name in _names(e)] for e in range(E)]
-    x, gate, local = tokens(rank, number), whole["gate.wg.weight"], E // 2
-    return {
-        True: by_hand(x, gate, experts, lambda j: rank * local + j % local),
-        False: by_hand(x, gate, experts, lambda j: j),
-    }
+    x, local = tokens(rank, number), E // 2
+    places = {True: lambda j: rank * local + j % local, False: lambda j: j}
+    return {stays: by_hand(x, whole, place) for stays, place in places.items()}
 
 
 def equal(found, wanted):
@@ -76,7 +71,7 @@ def test_a_step_that_stays_is_computed_by_the_ranks_own_experts(options):
     """Experts then have the gradient of their own rank's tokens alone."""
     whole = make().state_dict()
     results = run_ranks(_steps, 2, options)
-    gate, local, stayed = whole["gate.wg.weight"], E // 2, []
+    stayed = []
     for number in range(STEPS):
         stays = {}
         for rank, (found, _, _) in enumerate(results):
@@ -87,10 +82,10 @@ def test_a_step_that_stays_is_computed_by_the_ranks_own_experts(options):
     assert set(stayed) == {True, False}
     number = stayed.index(True)
     for rank, (found, draw, y) in enumerate(results):
-        mine = [[whole[name].clone().requires_grad_() for name in _names(rank * local + e)]
-                for e in range(local)]  # fmt: skip
-        by_hand(tokens(rank, number), gate, mine, lambda j: j % local).square().sum().backward()
-        total = sum(p.grad.double().square().sum() for expert in mine for p in expert)
+        leaves = {name: value.clone().requires_grad_() for name, value in whole.items()}
+        outputs_by_hand(rank, number, leaves)[True].square().sum().backward()
+        trained = [leaf.grad for name, leaf in leaves.items() if "experts" in name]
+        total = sum(grad.square().sum() for grad in trained if grad is not None)
         assert found[number][1].square().sum().item() == pytest.approx(total.item(), rel=1e-9)
         # evaluation exchanges, and draws nothing
         assert draw is None and equal(y, outputs_by_hand(rank, 0, whole)[False])

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from test_recognized_blocks import GATED
+from test_recognized_blocks import Block as Linears
 from torch import nn
 
 from fairseq_tutel.config import ExpertConfig
@@ -25,18 +27,6 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
-
-
-class Gated(nn.Module):
-    """As Llama's; the names tell nothing."""
-
-    def __init__(self, act=nn.functional.silu, bias=False):
-        super().__init__()
-        self.c, self.a, self.b = (nn.Linear(*s, bias=bias) for s in ((F, M), (M, F), (M, F)))
-        self.act = act
-
-    def forward(self, x):
-        return self.c(self.act(self.b(x)) * self.a(x))
 
 
 class Conv1D(nn.Module):
@@ -83,8 +73,11 @@ BLOCKS = {
         lambda: nn.Sequential(nn.Linear(M, F), nn.SiLU(), nn.Linear(F, M)), "ffn", "silu",
     ),
     "conv1d": (lambda: nn.Sequential(Conv1D(M, F), nn.ReLU(), Conv1D(F, M)), "ffn", "relu"),
-    "swiglu": (Gated, "swiglu", None),
-    "geglu": (lambda: Gated(nn.functional.gelu, bias=True), "geglu", None),
+    "swiglu": (lambda: Linears(GATED["swiglu"], bias=False), "swiglu", None),
+    "geglu": (
+        lambda: Linears(lambda s, x, _: s.down(nn.functional.gelu(s.gate(x)) * s.up(x))),
+        "geglu", None,
+    ),
     "normed": (lambda: Mlp(norm=lambda: nn.LayerNorm(F)), "list", None),
     "scaled": (Scaled, "list", None),
     "unknown activation": (lambda: Mlp(nn.Mish), "list", None),
