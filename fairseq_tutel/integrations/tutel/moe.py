@@ -163,9 +163,10 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
         choice = self._choices[self.adaptive_degree > 0].of(self._exchange())
         num_tokens = self._largest(x_TM, count, factor, choice)
         crit, l_aux = self._route(x_TM, gate, count, factor, num_tokens)
-        bank = _Rows(self, shape)
+        bank: Any = ExpertBank()
+        bank.forward = partial(self._on_rows, shape)
         y_TM = self._through_experts(x_TM, crit, bank, choice)
-        y: Any = y_TM.view(*input.shape[:-reserve_dims], *bank.out_shape).to(input.dtype)
+        y: Any = y_TM.view(*input.shape[:-reserve_dims], *self._out_shape).to(input.dtype)
         self.l_aux = y.l_aux = l_aux
         return y if self.result_func is None else self.result_func(y)
 
@@ -224,6 +225,12 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
             return y_TM
         return y_TM.unflatten(0, (-1, len(crit.indices))).sum(1)
 
+    def _on_rows(self, shape, batch, prepared=None) -> Tensor:
+        """Apply the experts to rows [e, N, M] whose tokens have a shape."""
+        out = self.experts(batch.rows.unflatten(2, shape), self)
+        self._out_shape = out.shape[2:]
+        return out.flatten(2)
+
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         """Read files of older versions too, with biases [e, 1, F] and no number of experts."""
         own = self.num_global_experts
@@ -234,22 +241,6 @@ class moe_layer(nn.Module):  # noqa: N801 (Tutel's name)
             if name in state_dict and state_dict[name].numel() == param.numel():
                 state_dict[name] = state_dict[name].view(param.shape)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-class _Rows(ExpertBank):
-    """The experts of a layer, on rows [e, N, M] whose tokens have a ``shape``."""
-
-    out_shape: torch.Size
-
-    def __init__(self, layer: moe_layer, shape: torch.Size):
-        super().__init__()
-        vars(self).update(layer=layer, shape=shape)  # no child
-
-    def forward(self, batch, prepared=None):
-        layer = vars(self)["layer"]
-        out = layer.experts(batch.rows.unflatten(2, vars(self)["shape"]), layer)
-        self.out_shape = out.shape[2:]
-        return out.flatten(2)
 
 
 def _refuse(given, unknown, gate_type=None) -> None:
