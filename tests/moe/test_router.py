@@ -156,20 +156,13 @@ def test_load_importance_loss_equals_a_loop(padding):
 
     torch.manual_seed(9)
     loss = route(logits, config, True, pad_T=pad)[1].loss
-    importance, load = [], []
-    prob = noisy.softmax(1)
-    tokens = range(4 if padding else 0, T)
-    for e in range(E):
-        importance.append(sum(prob[t, e] for t in tokens))
-        threshold = [noisy[t].sort(descending=True).values[1] for t in tokens]
-        z = [(logits[t, e] - h) / std for t, h in zip(tokens, threshold, strict=True)]
-        load.append(sum(0.5 * (1 + torch.erf(each / math.sqrt(2))) for each in z))
-
-    def squared_variation(values):
-        mean = sum(values) / E
-        return sum((v - mean) ** 2 for v in values) / E / mean**2
-
-    want = 0.5 * (squared_variation(importance) + squared_variation(load))
+    counted = slice(4 if padding else 0, T)
+    threshold_T1 = noisy.sort(1, descending=True).values[counted, 1:2]
+    z_TE = (logits[counted] - threshold_T1) / std
+    load_E = 0.5 * (1 + torch.erf(z_TE / math.sqrt(2))).sum(0)
+    importance_E = noisy.softmax(1)[counted].sum(0)
+    terms = [x.var(correction=0) / x.mean() ** 2 for x in (importance_E, load_E)]
+    want = 0.5 * sum(terms)
     assert loss.item() == pytest.approx(want.item(), rel=1e-9)
     grads = [torch.autograd.grad(x, logits)[0] for x in (loss, want)]
     assert rms_ratio(*grads) < 1e-9
@@ -212,15 +205,9 @@ def test_cosine_gate_is_a_cosine_over_a_temperature(dtype, bias):
     options = {"bias": bias}
     gate = make_router(32, MoEConfig(num_experts=E, router="cosine", router_options=options))
     gate, x = gate.to(dtype), torch.randn(9, 32, dtype=dtype)
-    point = x.double() @ gate.proj.weight.double().t()
-    if bias:
-        point = point + gate.proj.bias.double()
-    want = torch.empty(9, E, dtype=torch.float64)
-    for t in range(9):
-        for e in range(E):
-            direction = gate.expert_dirs[e].double()
-            want[t, e] = point[t] @ direction / point[t].norm() / direction.norm()
-    want /= 0.5
+    point = x.double() @ gate.proj.weight.double().t() + (gate.proj.bias.double() if bias else 0)
+    dirs = gate.expert_dirs.double()
+    want = torch.nn.functional.cosine_similarity(point[:, None], dirs[None], dim=2) / 0.5
     assert gate.logits(x).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert rms_ratio(gate.logits(x), want) < (1e-3 if dtype == torch.float16 else 1e-5)
     with torch.no_grad():

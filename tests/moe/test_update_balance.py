@@ -71,25 +71,16 @@ def _all_cases():
 
 
 def by_hand(rank, count):
-    """A loop over tokens in fp64: losses of a rank's passes."""
+    """Losses of a rank's passes, and the gate's gradient of their sum."""
     weight = make().gate.wg.weight.detach().clone().requires_grad_()
-    pairs, number, losses = [0] * E, 0, []
+    pairs_E, losses = torch.zeros(E, dtype=torch.float64), []
     for by_rank in micro_batches():
-        for x_TM in by_rank:
-            for token in x_TM:
-                best = (weight @ token).argsort(descending=True)[: 1 if count == "first" else 2]
-                number += len(best)
-                for expert in best.tolist():
-                    pairs[expert] += 1
-        mine = by_rank[rank]
-        loss = weight.new_zeros(())
-        for token in mine:
-            logits = weight @ token
-            prob = logits.softmax(0)
-            for expert in range(E):
-                loss = loss + E * pairs[expert] / number * prob[expert] / len(mine)
-            loss = loss + 0.1 * logits.logsumexp(0).square() / len(mine)
-        losses.append(loss)
+        best = (torch.cat(by_rank) @ weight.t()).topk(1 if count == "first" else 2).indices
+        pairs_E = pairs_E + best.flatten().bincount(minlength=E)
+        logits_TE = by_rank[rank] @ weight.t()
+        prob_E = logits_TE.softmax(1).sum(0) / max(1, len(logits_TE))
+        z_loss = logits_TE.logsumexp(1).square().sum() / max(1, len(logits_TE))
+        losses.append(E * prob_E @ pairs_E / pairs_E.sum() + 0.1 * z_loss)
     sum(losses).backward()
     return [loss.item() for loss in losses], weight.grad
 
