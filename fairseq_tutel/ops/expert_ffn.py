@@ -237,8 +237,7 @@ def _expert_ffn_bwd(dy, rows, hidden, scale, active, out, *arguments):
         d_out = Source(call.shaped(d_rows), call.offsets)
     elif call.routed:
         params, d_out = call.params, Source(dy, call.offsets, **call.maps())
-        dtype = acc_dtype(call.weight.dtype)
-        weight_R = _weights.row_weights(call.weight, call.src_pair, dtype)
+        weight_R = row_weights(call.weight, call.src_pair)
     saved = Saved(hidden, scale, active, call.seed)
     needs = {"needs_rows": needs_x, "needs_params": needs_params, "at_once": True}
     d_x, d_weight_R, found = network_bwd(

@@ -91,12 +91,15 @@ def check_uneven_tokens():
     experts = {"type": "ffn", "num_experts_per_device": 1, "hidden_size_per_expert": F}
     layer = moe.moe_layer({"type": "top", "k": 1}, M, experts, seeds=(1, rank, 1)).double()
     x = torch.randn(TOKENS[rank] * (rank > 0), M).double()
-    y = layer(x, capacity_factor=9.0)
     expert = tutel_loop.ffn(whole(layer), torch.relu)
-    if rank:
-        wanted, _ = tutel_loop.layer(x, layer.gates[0](x), expert, 1, 99.0)
-        torch.testing.assert_close(y, wanted)
-    assert y.shape == x.shape
+    for r in (1, 0):
+        y = layer(x, capacity_factor=9.0, adaptive_r=r)
+        if rank:
+            wanted, _ = tutel_loop.layer(x, layer.gates[0](x), expert, 1, 99.0)
+            torch.testing.assert_close(y, wanted)
+        assert y.shape == x.shape
+    with pytest.raises(ValueError, match="top_k=1, factor=0, r=0 on rank"):
+        layer(x, capacity_factor=min(rank, 1))
 
 
 def joined(every, input_dim, output_dim):
