@@ -204,20 +204,13 @@ def test_peft_on_stacked_experts_is_refused():
         peft.get_peft_model(nn.Sequential(make()), config)(torch.randn(TOKENS, M))
 
 
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return (
-        nn.Sequential(nn.Linear(16, 16), MoELayer(16, 4, 24, seed=1)).eval().requires_grad_(False)
-    )
+def model_and_tokens():
+    model = nn.Sequential(nn.Linear(M, M), make()).eval().requires_grad_(False)
+    return model, torch.randn(TOKENS, M)
 
 
-@pytest.fixture
-def x():
-    return torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
-
-
-def test_a_functional_call_takes_parameters_and_refuses_a_state_dict(model, x):
+def test_a_functional_call_takes_parameters_and_refuses_a_state_dict():
+    model, x = model_and_tokens()
     other = {name: value * 0.5 for name, value in model.named_parameters()}
     got = torch.func.functional_call(model, other, (x,))
     with pytest.raises(TypeError, match=r"experts\.0: parts of stacked.*named_parameters"):
@@ -227,8 +220,8 @@ def test_a_functional_call_takes_parameters_and_refuses_a_state_dict(model, x):
 
 
 @pytest.mark.extras
-def test_offload_works_by_whole_layers(model, x):
-    accelerate = pytest.importorskip("accelerate")
+def test_offload_works_by_whole_layers():
+    accelerate, (model, x) = pytest.importorskip("accelerate"), model_and_tokens()
     want = model(x)
     whole = {"state_dict": dict(model.named_parameters()), "preload_module_classes": ["MoELayer"]}
     offloaded = accelerate.cpu_offload(model, torch.device("cpu"), **whole)
@@ -238,8 +231,8 @@ def test_offload_works_by_whole_layers(model, x):
 
 @pytest.mark.extras
 @pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_offload_by_modules_is_refused(model, x, how, tmp_path):
-    accelerate = pytest.importorskip("accelerate")
+def test_offload_by_modules_is_refused(how, tmp_path):
+    accelerate, (model, x) = pytest.importorskip("accelerate"), model_and_tokens()
     where = {
         "cpu_offload": (torch.device("cpu"),),
         "disk_offload": (str(tmp_path), torch.device("cpu")),
@@ -251,8 +244,8 @@ def test_offload_by_modules_is_refused(model, x, how, tmp_path):
 
 
 @pytest.mark.extras
-def test_loading_by_single_names_is_refused(model, tmp_path):
-    accelerate = pytest.importorskip("accelerate")
+def test_loading_by_single_names_is_refused(tmp_path):
+    accelerate, (model, _) = pytest.importorskip("accelerate"), model_and_tokens()
     file = str(tmp_path / "model.bin")
     torch.save(model.state_dict(), file)
     accelerate.load_checkpoint_in_model(model, file)  # goes through load_state_dict
