@@ -20,7 +20,7 @@ CARRY_ABOVE_7_4 = 0x1FFFFF
 class WireFormat:
     """Format of the values of a row on the wire; both backends write the same bytes.
 
-    A row has M encoded values, one scale byte per block of 128 values (none without an exponent;
+    A row has M encoded values, one scale byte per block of BLOCK values (none without an exponent;
     the last block may be shorter), and zeros up to a multiple of 4 bytes. The scale byte is the
     biased exponent of a power of two in fp32: the E8M0 of the OCP Microscaling Formats (MX)
     Specification 1.0. So scaling rounds nothing. The byte 255 marks a block with a NaN or an

@@ -23,9 +23,8 @@ def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
 
     Args:
         rows_RM: (R, M) fp32, fp16 or bf16; fp64 is rounded to fp32 first.
-        wire_format: name of a :class:`~fairseq_tutel.config.formats.WireFormat`: ``bf16``
-            (cast), or one scale per 128 values: ``fp16``, ``e4m3``, ``e5m2``. These represent any
-            magnitude up to 3e38. A block of 128 values with one that is not finite arrives as NaN.
+        wire_format: name of a :class:`~fairseq_tutel.config.formats.WireFormat`. Those with scales
+            represent any magnitude up to 3e38. A block with a value that is not finite becomes NaN.
 
     Returns:
         wire_RD: (R, D) uint8, D from :func:`wire_bytes`.

@@ -1,8 +1,6 @@
 """The operators in plain torch, for any device and dtype, and tuned for CPUs.
 
-Names and signatures are those of :mod:`fairseq_tutel.backends.triton`, which lacks operators that
-torch's own products compute best on a GPU too. A gradient is a plain function (``*_bwd``);
-:mod:`fairseq_tutel.ops` registers it with autograd.
+A gradient is a plain function (``*_bwd``); :mod:`fairseq_tutel.ops` registers it with autograd.
 """
 
 import torch

@@ -99,7 +99,7 @@ def _as_float32(values, chosen: WireFormat):
 
 
 def _blocks(rows_RM):
-    """View rows as [R, B, 128]; the last block is filled up with zeros."""
+    """View rows as [R, B, BLOCK]; the last block is filled up with zeros."""
     num_rows, model_dim = rows_RM.shape
     missing = num_blocks(model_dim) * BLOCK - model_dim
     padded = pad(rows_RM, (0, missing)) if missing else rows_RM
