@@ -19,13 +19,7 @@ CASES = [
     {"capacity_factor": 0.0, "null_experts": 2, "load_bias": "quantile"},
     {"capacity_factor": 0.7, "balance_over": "all", "batch_prioritized": True},
     {"capacity_factor": 0.0, "score_function": "sigmoid", "load_bias": "sign", "top_k": 3},
-    {
-        "capacity_factor": 0.5,
-        "num_expert_groups": 5,
-        "top_groups": 3,
-        "top_k": 1,
-        "group_score": "max",
-    },
+    {"num_expert_groups": 5, "top_groups": 3, "top_k": 1, "group_score": "max"},
 ]
 
 
