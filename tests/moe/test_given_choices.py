@@ -3,7 +3,8 @@
 import pytest
 import torch
 from helpers import naive
-from helpers.layers import M, make_layer
+from helpers.distributed import run_ranks
+from helpers.layers import M, make_layer, tokens_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -86,6 +87,40 @@ def test_foreign_choices_are_a_loop_over_tokens(weighted, capacity):
     inputs = [x, weights if weighted else layer.gate.wg.weight]
     grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]
     torch.testing.assert_close(*grads)
+
+
+def _on_ranks(sizes):
+    """Record and replay two layers under activation checkpointing, with r and uneven tokens."""
+    groups = build_groups(2, placement="sliced")
+    model = nn.Sequential(
+        *(
+            make_layer(groups, "padded", torch.float32, second_expert_policy="sampling")
+            for _ in range(2)
+        )
+    )
+    x, _, mine = tokens_of(sizes, dtype=torch.float32)
+
+    def run():
+        torch.manual_seed(5)
+        model.zero_grad()
+        y = x[mine].clone().requires_grad_()
+        for layer in model:
+            y = y + checkpoint(layer, y, use_reentrant=False, r=1)
+        y.square().sum().backward()
+        return [y, *(param.grad for param in model.parameters())]
+
+    with training.record_choices(model) as choices:  # around the backward pass too
+        recorded = run()
+    assert list(choices) == ["0", "1"]
+    with training.replay_choices(model, choices):
+        replayed = run()
+    return same(recorded, replayed), [len(each) for each in choices.values()]
+
+
+@pytest.mark.parametrize("sizes", [(9, 4), (9, 0)], ids=str)
+def test_all_ranks_record_and_replay_under_activation_checkpointing(sizes):
+    want = [(True, [size, size]) for size in sizes]
+    assert run_ranks(_on_ranks, len(sizes), sizes) == want
 
 
 def test_the_choices_of_several_calls_are_replayed_in_turn():
