@@ -54,8 +54,8 @@ def of_member(path: str) -> str:
 def read_index(cset: CheckpointSet) -> CheckpointSet | None:
     """Return the location of the files that X.pt names; None if it is missing or no index.
 
-    The files may have been renamed with the index. A copy of the index alone, or a link to it,
-    names the files of the original. CheckpointError if the index is damaged.
+    The files may have been renamed with the index. A copy of the index alone in their folder, or a
+    link to it, names the same files. CheckpointError if the index is damaged.
     """
     try:
         if os.stat(cset.path).st_size > _LARGEST:
@@ -69,10 +69,15 @@ def read_index(cset: CheckpointSet) -> CheckpointSet | None:
     member = _MEMBER.fullmatch(first) if isinstance(first, str) else None
     if member is None or os.path.basename(member[0]) != member[0]:
         raise CheckpointError(f"{cset.path}: is a damaged index of {names!r}")
+    folder = os.path.dirname(
+        os.path.realpath(cset.path) if os.path.islink(cset.path) else cset.path
+    )
+    named = CheckpointSet(folder, member["index"] + member["id"])
     renamed = CheckpointSet(cset.directory, cset.name_of(MERGED) + member["id"])
-    target = os.path.realpath(cset.path) if os.path.islink(cset.path) else cset.path
-    named = CheckpointSet(os.path.dirname(target), member["index"] + member["id"])
-    return renamed if os.path.exists(renamed.path_of(SHARED)) else named
+    # no other save has the id, so its files may have any name
+    others = map(CheckpointSet.from_path, Path(folder).glob(f"*{member['id']}-shared.pt"))
+    found = (each for each in (renamed, named, *others) if os.path.exists(each.path_of(SHARED)))
+    return next(found, named)
 
 
 def _names_in(path: str) -> Any:

@@ -310,6 +310,7 @@ def locate(path: str) -> tuple[CheckpointSet, dict[Role, str], str]:
         )
     if SHARED not in files:
         raise CheckpointError(f"{cset.path_of(SHARED)}: missing, but its rank files are there")
+    files.pop(MERGED, None)
     return cset, files, "set"
 
 

@@ -271,7 +271,7 @@ def _agreed_num_experts(saves: list[list[Any]]) -> int:
 
 def _link_or_copy(source: str, target: str) -> None:
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)  # a link's file, not the link
     except FileNotFoundError:
         raise
     except OSError:  # no hard links here, or across file systems

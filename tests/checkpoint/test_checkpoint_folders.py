@@ -1,6 +1,7 @@
 """What users and other jobs do to the files of a set: it works, or the error says what to do."""
 
 import os
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ from fairseq_tutel.checkpoint import (
 OLD, NEW = (Reference(4, seed=seed, layers=(1,)) for seed in (1, 2))
 
 
+RENAME = "for f in last.pt*; do mv $f {}${{f#last}}; done"
 # what a user does in the folder of last.pt -> another name, and what it names after the next save
 DONE = {
     "mv last.pt* ../other": ("../other/last.pt", OLD),
@@ -34,7 +36,9 @@ DONE = {
     "ln -s $PWD/last.pt* ../other": ("../other/last.pt", NEW),
     "cp -r . ../copy": ("../copy/last.pt", OLD),
     "ln -s $PWD ../link": ("../link/last.pt", NEW),
-    "for f in last.pt*; do mv $f keep${f#last}; done": ("keep.pt", OLD),
+    RENAME.format("keep"): ("keep.pt", OLD),
+    f"{RENAME.format('named')}; cp named.pt keep.pt": ("keep.pt", OLD),
+    f"{RENAME.format('named')}; ln -s $PWD/named.pt ../other/keep.pt": ("../other/keep.pt", OLD),
     "cp last.pt keep.pt": ("keep.pt", OLD),
     "ln last.pt keep.pt": ("keep.pt", OLD),
     "mv last.pt keep.pt": ("keep.pt", OLD),
@@ -62,7 +66,22 @@ def test_what_users_do_to_files(command, tmp_path):
         assert not os.path.lexists(other)
     NEW.check_loadable(path)
     NEW.save(path, 1)
-    assert names_in(run) == set_names("last", 1)
+    assert {n for n in names_in(run) if not n.startswith("named")} == set_names("last", 1)
+
+
+@pytest.mark.parametrize("source", ["links/m.pt", "run/m-shared.pt"])
+def test_a_copy_has_the_files_of_the_set_that_is_named(source, tmp_path):
+    """Not links to them, nor a merged file beside a set of an earlier form."""
+    path = tmp_path / "run" / "m.pt"
+    OLD.save(str(path), 2)
+    if source == "links/m.pt":
+        subprocess.run("mkdir ../links; ln -s $PWD/* ../links", shell=True, cwd=path.parent)
+    else:
+        as_earlier(str(path))
+        torch.save(NEW.state([0, 1, 2, 3]), path)
+    copy_set(str(tmp_path / source), str(tmp_path / "copy.pt"))
+    shutil.rmtree(path.parent)
+    OLD.check_loadable(str(tmp_path / "copy.pt"))
 
 
 def test_only_a_save_removes_what_is_left_of_its_own_name(tmp_path):
