@@ -83,7 +83,11 @@ class Started:
     adopted: bool = True  # False: the first of ranks that are still to be started
 
     def __post_init__(self):
-        for index, count in (("rank", "world_size"), ("node_rank", "num_nodes")):
+        for index, count in (
+            ("rank", "world_size"),
+            ("local_rank", "local_world_size"),
+            ("node_rank", "num_nodes"),
+        ):
             number, limit = getattr(self, index), getattr(self, count)
             if not 0 <= number < limit:
                 raise ValueError(f"{self.by}: {index} {number} is not below {count} {limit}")
@@ -115,6 +119,8 @@ def full_place(env: Mapping[str, str]) -> Started | None:
         raise ValueError(f"{starter.rank}={rank} is set, but not all of: {names}")
     nodes = nodes or int(srun)
     local_world = local_world or (world // nodes if nodes else world) or 1
+    if srun and local_world * nodes < world:
+        raise ValueError(f"srun: {world} tasks on {nodes} nodes: start equally many on each node")
     node = (0 if srun else rank // local_world) if node is None else node
     nodes = nodes or -(-world // local_world)
     return Started(starter.name, rank, world, local or 0, local_world, node, nodes)

@@ -6,6 +6,7 @@ failed rank has started is left behind.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import logging
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from ..command_line.starters import end_step
 from . import entry
 from .entry import ENDING, REQUESTS, say
 from .job import Job
+
+FRESH = 3600.0  # seconds until files of the launcher are marked as in use
 
 
 class _WholeLines(io.TextIOBase):
@@ -53,6 +57,9 @@ class _WholeLines(io.TextIOBase):
 
 def run_ranks(job: Job, env: Mapping[str, str]) -> int:
     """Return 0, EXIT_REQUEUE, the code of the rank that failed first, or 128 + a signal."""
+    # what becomes of a store that is not there yet is no warning
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    importlib.import_module("torch.distributed.run")  # a signal meanwhile finds nothing to tidy
     # torch handles these even where nohup or a shell has them ignored
     ignored = {number for number in ENDING if signal.getsignal(number) == signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS | ignored)
@@ -81,19 +88,22 @@ def run_ranks(job: Job, env: Mapping[str, str]) -> int:
 def _pass_on_requests(folder: Path) -> None:
     """Send each request to the ranks; it is blocked in other threads, and in ranks that begin."""
     while True:
-        number = signal.sigwait(REQUESTS)
+        came = signal.sigtimedwait(REQUESTS, FRESH)
         with contextlib.suppress(OSError):  # the job is over
-            if number == signal.SIGUSR1:  # for ranks that are not there yet
+            if came is None:  # cleaners of /tmp remove what is old
+                for path in (folder, *folder.rglob("*")):
+                    os.utime(path)
+                continue
+            if came.si_signo == signal.SIGUSR1:  # for ranks that are not there yet
                 (folder / "requested").touch()
             for pid in os.listdir(folder / "pids"):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), number)
+                    os.kill(int(pid), came.si_signo)
 
 
 def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
     """Return the code of the ranks' end; if it is not good, say it in one line."""
-    # what becomes of a store that is not there yet is no warning
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -128,9 +138,10 @@ def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
         died, code = failure.exitcode < 0, abs(failure.exitcode)
         say(f"rank {rank} {'died of signal' if died else 'ended with exit code'} {code}")
         code += 128 * died
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        what = f"node {node} of {nodes} did not meet the others at {where}: "
         why = str(error).partition("\n")[0]  # torch's message goes on with a C++ stack
-        say(f"error: node {node} of {nodes} did not meet the others at {where}: {why}")
+        say(f"error: {what if isinstance(error, DistError) else ''}{why}")
         code = EXIT_USAGE
     finally:
         for number in ENDING:  # what comes now finds nothing to end
@@ -138,5 +149,7 @@ def _run(job: Job, folder: Path, env: Mapping[str, str]) -> int:
         for each in (out, err):
             with contextlib.suppress(OSError):  # nobody reads it
                 each.finish()
+    if nodes > 1:
+        time.sleep(1)  # a rank of another node may be the cause: its launcher names it meanwhile
     end_step(env)
     return code

@@ -25,6 +25,7 @@ _KINDS = {
     "fairseq-hydra-train": "hydra",
 }
 TRAINING = ("fairseq-train", "fairseq-hydra-train")
+_BARE = ("cpu", "distributed_no_spawn")  # flags without a value, of those that matter here
 # words by which a user of Hydra's chooses where to run
 _ELSEWHERE = {"hydra.run.dir", "hydra.job.chdir", "-m", "--multirun"}
 
@@ -128,7 +129,8 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
         name, equals, text = word.removeprefix("--").partition("=")
         key = "device_id" if name == "local_rank" else name.replace("-", "_")
         if word.startswith("--"):
-            found[key] = text if equals else "true" if follower.startswith("--") else follower
+            bare = key in _BARE or follower.startswith("--")
+            found[key] = text if equals else "true" if bare else follower
     return found
 
 

@@ -246,6 +246,8 @@ VISIBLE = {"CUDA_VISIBLE_DEVICES": "0,1"}
         ({}, "--nnodes 2 --node-rank 1 --nproc-per-node 1", "host of rank 0 is unknown"),
         (srun_task(1, 4, 0, 1), "--nnodes 3", "--nnodes 3 contradicts srun, which states 2"),
         (srun_task(1, 4, 0, 1), "--nproc-per-node 4", "--nproc-per-node 4 contradicts srun"),
+        (srun_task(1, 3, 0, 1), "", "srun: 3 tasks on 2 nodes: start equally many on each node"),
+        (srun_task(2, 4, 0, 2), "", "srun: local_rank 2 is not below local_world_size 2"),
         ({}, "--nproc-per-node 9", "9 ranks on this node but 8 visible GPUs: start fewer"),
         (VISIBLE, "--nproc-per-node 4", "4 ranks .* 2 visible .*CUDA_VISIBLE_DEVICES=0,1"),
     ],

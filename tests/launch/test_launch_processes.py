@@ -92,6 +92,44 @@ def test_one_code_and_one_line_for_each_end(launched, tmp_path, end):
     assert heard == [end == "a request to the launcher alone"] * 2
 
 
+_STRIKE = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch.distributed.launcher":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Finder())
+"""
+_RAISE = """
+import torch.distributed, torch.distributed.launcher.api as api
+def launch_agent(*_, **how):
+    raise {}("no more\\nC++ stack")
+api.launch_agent = launch_agent
+"""
+_OFTEN = "import fairseq_tutel.launch.agent as agent; agent.FRESH = 0.05"
+_OLD = "F=$FAIRSEQ_TUTEL_LAUNCHER/job.json; touch -d 2000-01-01 old $F; "
+_FRESH = "for i in $(seq 200); do [ $F -nt old ] && exit 0; sleep 0.05; done; exit 1"
+UNUSUAL = {
+    "SIGTERM while torch is imported": (_STRIKE, "exit 0", -15, ""),
+    "a cleaner of /tmp may come": (_OFTEN, _OLD + _FRESH, 0, ""),
+    "other nodes do not come": (
+        _RAISE.format("torch.distributed.DistStoreError"),
+        *("exit 0", 2, "error: node 0 of 1 did not meet the others at 127.0.0.1:"),
+    ),
+    "no threads": (_RAISE.format("RuntimeError"), "exit 0", 2, "error: no more"),
+    "no memory": (_RAISE.format("OSError"), "exit 0", 2, "error: no more"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_what_is_unusual_is_said_and_leaves_nothing(launched, tmp_path, case):
+    (prelude, text, code, said), temporary = UNUSUAL[case], tmp_path / "temporary"
+    temporary.mkdir()
+    done = launched(*script(text, 1), prelude=prelude, TMPDIR=str(temporary))
+    assert done.status == code and not list(temporary.iterdir()), done.stderr
+    assert f"launch: {said}" in done.stderr and "stack" not in done.stderr
+
+
 _SAVES = f"""#!{sys.executable}
 import os, signal, sys, time
 def save(*_):
@@ -197,10 +235,17 @@ _STEP = (
 )
 
 
+_WHERE = "touch rank$RANK-$LOCAL_RANK-$GROUP_RANK-of-$WORLD_SIZE"
+_UP = "until [ -e up0 ] && [ -e up2 ]; do sleep 0.02; done; "
+_FAIL = f"[ $LOCAL_RANK = 0 ] || sleep 20; touch up$RANK; {_UP}"
+
+
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
         ("pass", 0, ""),
+        # the first node's launcher is first to see a failure, and ends the step
+        (_FAIL + "[ $RANK = 0 ] && exit 1; sleep 0.6; exit 7", 1, "rank 2 ended with exit code 7"),
         ("sys.argv[5] = '3'", 2, "ranks of bash, gloo on the CPU, they start 5 (5)"),
         ("sys.argv[7:] = ['true']", 2, "gloo on the CPU, they start 4 (2)"),
         ("sys.argv[4:4] = ['--nnodes', '3']", 2, "--nnodes 3 contradicts srun, which states 2"),
@@ -208,11 +253,12 @@ _STEP = (
 )
 def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, change, code, said):
     (tmp_path / "bin").mkdir()
-    scancel = 'echo "$@" > words; kill $(cat task0)'  # the other node would wait for this one
+    scancel = 'echo "$@" > words; kill $(cat task*)'  # the other node would wait for this one
     executable(tmp_path / "bin" / "scancel", f"#!/bin/sh\n{scancel}\n")
     env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", **variables(_STEP.format(port))}
-    prelude = f"{_NODES}\nif rank == '1':\n    {change}"
-    words = script("touch rank$RANK-$LOCAL_RANK-$GROUP_RANK-of-$WORLD_SIZE")
+    fails = change.startswith(_FAIL)
+    prelude = f"{_NODES}\nif rank == '1':\n    {'pass' if fails else change}"
+    words = script(change if fails else _WHERE)
     done = launched(*words, ranks=2, launched=False, prelude=prelude, **env)
     assert said in done.stderr and (done.status == 0) == (code == 0), done.stderr
     found = sorted(path.name for path in tmp_path.glob("rank*"))
