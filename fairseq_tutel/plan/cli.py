@@ -13,14 +13,7 @@ from typing import Any
 
 from ..command_line import CONFIGS, CommandLine, config_directory, with_extension
 
-_KEYS = {
-    "gpus": int,
-    "hardware": str,
-    "vocabulary": int,
-    "sentence": int,
-    "tokens": float,
-    "implementation": str,
-}
+_KEYS = {"gpus": int, "hardware": str, "vocabulary": int, "sentence": int, "tokens": float}
 _EPILOG = """\
 key=value:
   gpus=N              ranks (default: the world size of config or command)
@@ -28,8 +21,6 @@ key=value:
   vocabulary=N        size of the dictionary if the data is not here
   sentence=N          tokens per source and target sentence (default: the most that the run takes)
   tokens=N            tokens of the training, for its duration in days (default: 300e9)
-  implementation=dense  plan the dense formulation of Meta's code: products with masks of tokens x
-                      experts x capacity
   anything else       an override of the config, as for fairseq-hydra-train: +model.x=1 adds a key,
                       ~task.x removes one
 
@@ -94,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options, own: dict[str, Any], overrides: list[str], command: list[str]) -> None:
     from .compose import load_command, load_config
-    from .dense import make_dense_plan
     from .hardware import load_hardware
     from .planner import best_plan, check, grown_plan, make_plan
     from .report import describe, describe_best, describe_grown
@@ -115,11 +105,6 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
         config = load_config(directory, name, overrides)
     sizes = {key: own.get(key) for key in ("gpus", "vocabulary", "sentence")}
     settings = read_settings(config, name, **sizes)
-    if (implementation := own.get("implementation")) not in (None, "dense"):
-        raise ValueError(f"implementation={implementation}: there is dense, and the default")
-    if implementation:
-        print(describe(make_dense_plan(settings, hardware), own.get("tokens", 300e9)))
-        return
     plan = make_plan(settings, hardware)
     best, grown = best_plan(plan) if options.best else None, grown_plan(plan)
     tokens = own.get("tokens", 300e9)

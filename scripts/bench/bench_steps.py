@@ -32,6 +32,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 
+import claims_layer as plan
 from claims_predictions import times_of_r
 from harness import Case, Goal, Point, sweep
 from layers import SIZES, Inputs, LayerShape, make_layer, with_loss, with_sizes
@@ -42,7 +43,6 @@ from record import ROOT, median_ratio
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, possible_r
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.plan import layer as plan
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.training import collect_aux
 from fairseq_tutel.tuning import ExchangeTuner

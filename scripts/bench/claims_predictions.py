@@ -7,13 +7,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from claims_dense import make_dense_plan
+from claims_layer import LayerShape, best_layer_time, layer_time
+
 from fairseq_tutel.command_line import CONFIGS
 from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.distributed import possible_r
 from fairseq_tutel.plan.compose import load_config
-from fairseq_tutel.plan.dense import make_dense_plan
 from fairseq_tutel.plan.hardware import Hardware, load_hardware
-from fairseq_tutel.plan.layer import LayerShape, best_layer_time, layer_time
 from fairseq_tutel.plan.parameters import Parameters, count_parameters
 from fairseq_tutel.plan.planner import Plan, make_plan
 from fairseq_tutel.plan.settings import Settings, read_settings

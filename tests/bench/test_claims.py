@@ -6,10 +6,9 @@ from pathlib import Path
 
 import claims
 import claims_figures
+import claims_layer as layer
 import claims_predictions as predictions
 import pytest
-
-from fairseq_tutel.plan import cli, layer
 
 ROOT = Path(__file__).parents[2]
 PAGE = claims.RESULTS / "CLAIMS.md"
@@ -37,19 +36,6 @@ def test_the_page_has_the_commands_output(capsys):
     missed = [each for each in claims.CLAIMS.values() if each.verdict() == claims.NOT]
     assert len(claims.CLAIMS) == 24 and len(missed) <= 7
     assert all(claim.reason for claim in missed)  # who falls short says why
-
-
-def test_the_dense_formulation_is_planned_by_name(capsys):
-    words = ["--config-name", "meta_1.1t", "gpus=8", "model.moe_expert_count=8"]
-    assert cli.main(words) == cli.main([*words, "implementation=dense"]) == 0
-    pattern = re.compile(r"^  predicted tokens/s +([\d,]+)", re.MULTILINE)
-    speeds = pattern.findall(capsys.readouterr().out)
-    this, dense = (float(speed.replace(",", "")) for speed in speeds)
-    assert this / dense == pytest.approx(predictions.end_to_end_speedup(8), rel=0.01)
-    assert cli.main([*words, "implementation=sparse"]) == 1
-    assert "implementation=sparse: there is dense" in capsys.readouterr().err
-    assert cli.main([*words[:2], "gpus=1", "model.moe_expert_count=8", "implementation=dense"]) == 1
-    assert "on several GPUs, not for gpus=1" in capsys.readouterr().err
 
 
 def test_the_most_images_that_a_gpu_had_room_for_count(tmp_path):

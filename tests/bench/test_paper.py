@@ -9,12 +9,12 @@ import dataclasses
 import itertools
 
 import pytest
+from claims_layer import LayerShape
 from claims_predictions import times_of_r
 
 from fairseq_tutel.command_line import CONFIGS
 from fairseq_tutel.plan import speed
 from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.layer import LayerShape
 
 A100 = dataclasses.replace(
     load_hardware(CONFIGS, "a100-80g"), fp32_flops=71e12, matmul_efficiency=1.0

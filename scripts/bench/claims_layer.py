@@ -7,15 +7,16 @@ Bytes of a layer's elementwise work, with R rows of M and F hidden numbers, b by
                         3 R M b, and R M b read and T M b written
 
 The dense formulation computes R = E C rows, too. It adds products with masks of T x E x C, and
-passes over them (:mod:`.dense`).
+passes over them (:mod:`claims_dense`).
 """
 
 from dataclasses import dataclass
 
-from ..config import EXCHANGES, OVERLAP_DEGREES
-from .dense import mask_bytes
-from .hardware import Hardware
-from .speed import exposed
+from claims_dense import mask_bytes
+
+from fairseq_tutel.config import EXCHANGES, OVERLAP_DEGREES
+from fairseq_tutel.plan.hardware import Hardware
+from fairseq_tutel.plan.speed import exposed
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ import dataclasses
 
 import pytest
 import torch
-from plan_helpers import CONFIGS, settings_of, small
+from claims_dense import make_dense_plan, mask_flops, masks
 from torch.utils.flop_counter import FlopCounterMode
 
+from fairseq_tutel.command_line import CONFIGS
 from fairseq_tutel.config import EXCHANGES
-from fairseq_tutel.plan.dense import make_dense_plan, mask_flops, masks
+from fairseq_tutel.plan.compose import load_config
 from fairseq_tutel.plan.hardware import load_hardware
+from fairseq_tutel.plan.settings import read_settings
 
 A100 = load_hardware(CONFIGS, "a100-80g")
 META = load_hardware(CONFIGS, "a100-40g")
@@ -22,13 +24,22 @@ PUBLISHED = {
     128: ("meta_142b", 6, 2, 191e3, 177.0e3),
     512: ("meta_142b", 12, 1, 638e3, 638.0e3),
 }
+SMALL = [
+    "model.decoder_layers=2", "model.decoder_embed_dim=64", "model.decoder_ffn_embed_dim=256",
+    "model.decoder_attention_heads=4", "model.moe_expert_count=8", "task.tokens_per_sample=64",
+    "dataset.batch_size=4",
+]  # fmt: skip
+
+
+def settings_of(name, overrides, gpus):
+    return read_settings(load_config(CONFIGS, name, overrides), name, gpus=gpus)
 
 
 def as_meta_ran_it(gpus):
     name, batch_size, update_freq, *_ = PUBLISHED[gpus]
     words = [f"model.moe_expert_count={gpus}", f"dataset.batch_size={batch_size}",
              f"optimization.update_freq=[{update_freq}]"]  # fmt: skip
-    return make_dense_plan(settings_of(name, overrides=words, gpus=gpus), META)
+    return make_dense_plan(settings_of(name, words, gpus), META)
 
 
 def test_all_to_all_of_the_papers_table_2():
@@ -66,7 +77,8 @@ def test_why_the_speed_on_32_gpus_is_not_predicted():
 
 
 def test_products_with_the_masks_are_counted_as_they_are_computed():
-    settings = small("model.checkpoint_activations=false")
+    recomputing = settings_of("meta_1.1t", SMALL, 8)
+    settings = recomputing.replace(model={"checkpoint_activations": False})
     tokens, dim = settings.tokens, settings.model.decoder_embed_dim
     slots = settings.routing.num_experts * settings.routing.capacity(tokens, training=True)
     assert masks(settings) == tokens * slots
@@ -77,4 +89,4 @@ def test_products_with_the_masks_are_counted_as_they_are_computed():
         combine.mm(rows).sum().backward()
     assert mask_flops(settings) == counter.get_total_flops() / tokens
     # recomputes the two of the forward pass
-    assert mask_flops(small()) == pytest.approx(7 / 5 * mask_flops(settings))
+    assert mask_flops(recomputing) == pytest.approx(7 / 5 * mask_flops(settings))

@@ -20,11 +20,11 @@ Bytes per element of the tables, b that of an element, reads and writes alike:
 import dataclasses
 from collections.abc import Iterator
 
-from .gpu_memory import Layer, count_memory, make_layers
-from .hardware import Hardware
-from .planner import Plan, make_plan
-from .settings import Settings
-from .speed import ring_time
+from fairseq_tutel.plan.gpu_memory import Layer, count_memory, make_layers
+from fairseq_tutel.plan.hardware import Hardware
+from fairseq_tutel.plan.planner import Plan, make_plan
+from fairseq_tutel.plan.settings import Settings
+from fairseq_tutel.plan.speed import ring_time
 
 # products with the masks: two forward; of dispatch's mask no gradient is asked for, so three back
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 3
