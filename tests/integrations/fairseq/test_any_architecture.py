@@ -16,6 +16,7 @@ from helpers.training import named, save
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import gather_texts, is_expert, process_world
+from fairseq_tutel.integrations.fairseq.models import stock_layers
 from fairseq_tutel.integrations.fairseq.models.listing import listing
 from fairseq_tutel.integrations.fairseq.options.options import moe_frequencies
 from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
@@ -75,6 +76,17 @@ def test_any_criterion_gets_the_gate_loss_once(criterion, folder):
     assert logged["loss"] == pytest.approx(float(shown) / 0.6931, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["transformer_align", "transformer_lm"])
+def test_a_criterion_keeps_the_default_of_its_own_weight(name, folder, monkeypatch):
+    """Beside a class with a namespace or a dataclass; a weight that is given is for both."""
+    monkeypatch.setattr(architectures, "SPARSE", "--moe-expert-count 4")
+    for given, want in (([], [1.0, 0.01]), (["--moe-gate-loss-wt", "0.5"], [0.5, 0.5])):
+        flags = ["--criterion", "moe_cross_entropy", *given]
+        trainer = architectures.make_trainer(ROWS[name], folder, *flags)
+        found = trainer.criterion.gate_loss_weight, trainer.cfg.model.moe_gate_loss_wt
+        assert list(found) == want
+
+
 def test_every_name_of_the_registry_has_one_with_experts():
     names = models.ARCH_MODEL_REGISTRY
     dense = [name for name in names if not name.endswith("_moe") and "_moe_" not in name]
@@ -117,7 +129,9 @@ def test_ranks_skip_the_same_layers(folder):
     """Both kinds of layer drop in fairseq; ranks that part would hang, or differ afterwards."""
     architectures.stand_in()
     for name, options in DROPPED.items():
-        cfg = architectures.make_config(ROWS[name], folder, "--moe-freq", "1", *options.split())
+        # a load bias, which passes without a layer do not move
+        flags = ["--moe-freq", "1", "--moe-load-bias", "sign", *options.split()]
+        cfg = architectures.make_config(ROWS[name], folder, *flags)
         trainer = architectures.trainer_of(cfg)
         called: list[int] = []
 
@@ -141,11 +155,21 @@ def _gradients(row, folder, *options):
     return {name: p.grad for name, p in trainer.model.named_parameters()}
 
 
-def test_checkpointed_layers_keep_the_gate_loss(folder):
+@pytest.mark.parametrize("option", ["--checkpoint-activations", "--offload-activations"])
+def test_checkpointed_layers_keep_the_gate_loss(option, folder, monkeypatch):
     """The same gradients as without, of all parameters and in padded batches."""
+    offloaded = []
+
+    class Offload(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self):
+            super().__init__(lambda x: offloaded.append(x) or x.clone(), lambda x: x)
+
+    monkeypatch.setattr(stock_layers, "save_on_cpu", Offload)
     flags = ["--moe-freq", "1", "--use-moe-pad-mask"]
     want = _gradients(ROWS["bart"], folder, *flags)
-    found = _gradients(ROWS["bart"], folder, *flags, "--checkpoint-activations")
+    found = _gradients(ROWS["bart"], folder, *flags, option)
+    inputs = [x for x in offloaded if x.requires_grad]  # of 4 layers, 2 with another input
+    assert len(inputs) == (2 * 6 if option.startswith("--off") else 0)  # 2 batches
     for name, grad in want.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
@@ -167,14 +191,39 @@ def test_padding_goes_to_no_expert(folder):
 
 def test_frozen_layers_add_no_gate_loss_and_thaw(folder):
     architectures.stand_in()
-    row = ROWS["wav2vec_ctc"]
-    trainer = architectures.make_trainer(row, folder, "--freeze-finetune-updates", "1")
-    gate = trainer.model.get_parameter(f"{row.stacks[0]}.1.fc1.gate.wg.weight")
+    row, flags = ROWS["wav2vec_ctc"], ["--moe-load-bias", "sign"]
+    trainer = architectures.make_trainer(row, folder, "--freeze-finetune-updates", "1", *flags)
+    gate = trainer.model.get_submodule(f"{row.stacks[0]}.1.fc1.gate")
     updates = architectures.batches(trainer, 2)
     trainer.train_step(next(updates))
-    assert gate.grad is None or not gate.grad.any()
+    assert gate.wg.weight.grad is None or not gate.wg.weight.grad.any()
+    assert not gate.load_bias.any()
     trainer.train_step(next(updates))
-    assert gate.grad.any()
+    assert gate.wg.weight.grad.any() and gate.load_bias.any()
+
+
+def test_metrics_are_means_over_the_layers_that_were_called(folder):
+    flags = ["--moe-freq", "1", "--encoder-layerdrop", "0.6"]
+    trainer = architectures.make_trainer(ROWS["roberta"], folder, *flags)
+    stock, passes = trainer.criterion.forward, []
+
+    def forward(model, *args, **kwargs):
+        with training.collect_aux(model) as aux:
+            result = stock(model, *args, **kwargs)
+        if aux.layers:
+            passes.append((len(aux.layers), aux.metrics_dict(), aux.utilisation()))
+        return result
+
+    trainer.criterion.forward = forward
+    (samples,) = architectures.batches(trainer, 1, total=8)
+    with metrics.aggregate(new_root=True) as logged:
+        trainer.train_step(samples)
+    logged, layers = logged.get_smoothed_values(), sum(number for number, _, _ in passes)
+    assert 0 < len(passes) < 8 and layers < 2 * len(passes)
+    entropy = sum(found["entropy_gating"] for _, found, _ in passes) / len(passes)
+    assert logged["entropy_gating"] == pytest.approx(entropy, abs=2e-3)
+    load = sum(number * used["moe_util_load"] for number, _, used in passes) / layers
+    assert logged["moe_util_load"] == pytest.approx(load, abs=0.02)
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -195,6 +244,21 @@ def test_finetuning_builds_on_a_model_with_experts(dense, folder, tmp_path):
         assert torch.equal(other, value), name
     outer.train_step(next(architectures.batches(outer, 1)))
     assert outer.model.get_parameter(f"{prefix}encoder.layers.1.fc1.gate.wg.weight").grad.any()
+
+
+def test_what_would_have_no_effect_on_experts_of_a_checkpoint_is_refused(folder, tmp_path):
+    architectures.stand_in()
+    path = str(tmp_path / "x.pt")
+    save(architectures.make_trainer(ROWS["wav2vec2"], folder, "--optimizer", "adam"), path, 0)
+    for name, option, why in (
+        ("wav2vec_ctc", "--moe-lora-rank 4", "all experts come from .*x.pt, .* with 0: leave"),
+        ("wav2vec_ctc", "--moe-load-bias sign", "all experts come from .* with none: leave"),
+        ("wav2vec_ctc", "--moe-expert-count 8", "all experts come from .* with 4: leave"),
+        ("wav2vec_seq2seq", "--moe-load-bias sign", "layers with --moe-load-bias none and sign"),
+        ("wav2vec_seq2seq", "--moe-expert-count 8", "layers with --moe-expert-count 4 and 8"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            architectures.make_trainer(ROWS[name], folder, "--w2v-path", path, *option.split())
 
 
 @pytest.mark.parametrize("name", ["bart", "s2t_conformer", "transformer_lm"])
@@ -255,7 +319,15 @@ def _train(configs, sets):
     return found
 
 
-@pytest.mark.parametrize("name", ["transformer_lm", "s2t_conformer"])
+def _outputs(trainer, sample):
+    """Of the model, or of the models of all pairs of languages, which share an encoder."""
+    model = trainer.model.eval()
+    if "net_input" in sample:
+        return [model(**sample["net_input"])[0]]
+    return [each(**sample[pair]["net_input"])[0] for pair, each in model.models.items()]
+
+
+@pytest.mark.parametrize("name", ["transformer_lm", "s2t_conformer", "multilingual_transformer"])
 def test_a_dense_checkpoint_becomes_experts_that_compute_the_same(name, folder, tmp_path):
     row, path = ROWS[name], str(tmp_path / "dense.pt")
     dense = architectures.make_trainer(row, folder, dense=True)
@@ -269,7 +341,7 @@ def test_a_dense_checkpoint_becomes_experts_that_compute_the_same(name, folder, 
     assert moe_layers(sparse.model) and sparse.get_num_updates() == 0
     for name, gate in gates.items():
         assert torch.equal(sparse.model.get_parameter(name), gate)
-    found, want = (each.model.eval()(**sample["net_input"])[0] for each in (sparse, dense))
+    found, want = (_outputs(each, sample) for each in (sparse, dense))
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq import options, utils
+from fairseq import models, options, utils
 from helpers.commands import run
 from helpers.distributed import run_ranks
 from helpers.sets import member
@@ -80,6 +80,11 @@ def _in_fairseq(folder):
     utils.import_user_module(argparse.Namespace(user_dir=str(HELPERS / "toy_plugin")))
     assert list(ROUTERS) == ["cosine", "linear", "toy"]
     assert not hasattr(before.model, "moe_toy_rate")
+    for name, schema in models.MODEL_DATACLASS_REGISTRY.items():
+        if name.endswith("_moe"):
+            assert "moe_toy_rate" in schema.__dataclass_fields__, name
+    for arch in ("transformer_lm_big_moe", "transformer_align_moe"):  # with a dataclass and without
+        assert make_config(*TOY.split(), "--arch", arch).model.moe_toy_rate == 0.25
 
     cfg = make_config(*TOY.split(), "--memory-efficient-bf16", "--bf16")
     assert (cfg.model.moe_toy_rate, str(cfg.model.moe_toy_score)) == (0.25, "sigmoid")

@@ -20,6 +20,7 @@ from fairseq.logging import metrics
 from .... import moe
 from ....config.options import at_least, check_ranges, option
 from ....moe import MoEAux, RoutingCounts
+from ....moe.load_bias import zero_counts
 from ....moe.model import moe_layers
 from ....training import AuxLosses, collect_aux
 from .conditional_routing import Budget, BudgetOptions
@@ -140,11 +141,22 @@ def collected_extra(aux: AuxLosses, model) -> dict[str, Any]:
     if len({layer.config.num_outputs for layer in layers.values()}) == 1:
         counts = [_counts_of(aux, name, layer) for name, layer in layers.items()]
         extra["moe_counts"] = RoutingCounts(*map(torch.stack, zip(*counts, strict=True)))
-    if biases := aux.bias_counts():
-        like = next(iter(biases.values()))
-        every = [biases.get(name, torch.zeros_like(like)) for name in layers]
-        extra["moe_bias_counts"] = torch.stack(every)
+    if (counts := _bias_counts(aux, layers)) is not None:
+        extra["moe_bias_counts"] = counts
     return extra
+
+
+def _bias_counts(aux: AuxLosses, layers: dict[str, moe.MoELayer]) -> torch.Tensor | None:
+    """Return counts for the load biases of all layers, zeros for those without gradients.
+
+    None if no bias moves, or if a router that was called does not count.
+    """
+    moving = {n for n, layer in layers.items() if layer.training and layer.config.moves_load_bias}
+    if not moving or any(each.bias_counts is None for name, each in aux.layers if name in moving):
+        return None
+    found = aux.bias_counts()
+    zeros = (zero_counts(layer.gate) for layer in layers.values())
+    return torch.stack([found.get(name, none) for name, none in zip(layers, zeros, strict=True)])
 
 
 def _counts_of(aux: AuxLosses, name: str, layer: moe.MoELayer) -> RoutingCounts:
@@ -168,7 +180,7 @@ def routing_log(
     log = {
         "moe_loss": gate_loss.data * sample_size,
         "sample_size": sample_size,
-        "batch_count": 1,
+        "batch_count": int(bool(reports)),  # layer drop may skip all MoE layers
         **_layer_mean_metrics(reports),
         _MAY_DROP: int(_has_capacity(model)),
         _SECOND: int(any(len(aux.num_routed_KE) > 1 for aux in reports)),
@@ -306,7 +318,9 @@ def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
 
 
 def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
-    """Return the mean over passes and layers of every metric, ``padded_rows`` and ``ranks``."""
-    means = torch.stack(moe.utilisation(passes)).flatten(1).mean(1)
+    """Return means over the calls of layers of every metric, ``padded_rows`` and ``ranks``."""
+    called = passes.load.any(-1)  # layer drop skips some
+    found = torch.stack(moe.utilisation(passes)).where(called, torch.nan)
+    means = found.flatten(1).nanmean(1).nan_to_num()
     names = dict(zip(moe.UTILISATION_NAMES, means, strict=True))
     return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

@@ -21,7 +21,7 @@ dirs that were imported before.
 import dataclasses
 import functools
 import re
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -36,15 +36,23 @@ from torch import nn
 from ....config.options import as_flag, at_least, check_needs, option
 from ....moe import layers_with_ffn
 from ....moe.model import moe_layers
+from ..criterions.moe_criterion import GateLossOptions
 from ..options.fields import with_registered
 from ..options.options import MoEOptions, run_options
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, use_schema
 from .moe_stack import LayerFactory, with_lora, world_size
 from .stock_layers import prepare_layers
 
 ENDING = "_moe"
 _IN_LIST = re.compile(r"(.*)\.(\d+)(?:\..*)?")  # stack, number of the layer
 _OF_CHECKPOINTS = ("w2v_path",)  # options by which a model begins with a trained one
+# options that choose layers, or that the trainer reads; the others make layers
+_OF_RUN = (
+    *("moe_freq", "moe_blocks", "moe_gate_loss_wt", "moe_gate_loss_combine_method"),
+    *("moe_normalize_expert_grad", "moe_load_log_interval", "num_workers_valid"),
+)
+# options in which all layers agree, as one trainer serves them
+_OF_ALL_LAYERS = {"num_experts": "--moe-expert-count", "load_bias": "--moe-load-bias"}
 
 
 @dataclass
@@ -102,6 +110,9 @@ class WithExperts:
         else:
             cls.dense.add_args(parser)
             gen_parser_from_dataclass(parser, with_registered(AnyMoEOptions)())
+            for action in parser._actions:
+                if action.dest in GateLossOptions.__dataclass_fields__:
+                    action.default = SUPPRESS  # a criterion with this option has its own default
 
 
 def register_all() -> None:
@@ -109,6 +120,8 @@ def register_all() -> None:
     ours = {row.model for row in ARCHITECTURES.values()}
     for arch, dense in list(models.ARCH_MODEL_REGISTRY.items()):
         name = arch + ENDING
+        if issubclass(dense, WithExperts) and arch in models.MODEL_DATACLASS_REGISTRY:
+            use_schema(arch, dense, _schema_of(dense.dense))  # routers may be new
         if name in models.ARCH_MODEL_REGISTRY or dense in ours or issubclass(dense, WithExperts):
             continue
         model_name = models.ARCH_MODEL_NAME_REGISTRY[arch]
@@ -128,11 +141,19 @@ def register_all() -> None:
 
 def _register_class(name: str, dense: Any) -> None:
     sparse = type(f"{dense.__name__}WithExperts", (WithExperts, dense), {"dense": dense})
+    models.register_model(name, dataclass=_schema_of(dense))(sparse)
+
+
+def _schema_of(dense: Any) -> Any:
+    """Return the dataclass of a class with experts; None if the dense class has none."""
     schema = getattr(dense, "__dataclass", None)
-    if schema is not None:
-        bases = (with_registered(AnyMoEOptions), schema)
-        schema = dataclasses.make_dataclass(f"{schema.__name__}WithExperts", [], bases=bases)
-    models.register_model(name, dataclass=schema)(sparse)
+    return None if schema is None else _joined(with_registered(AnyMoEOptions), schema)
+
+
+@functools.cache
+def _joined(options: type, schema: type) -> type:
+    name = f"{schema.__name__}WithExperts"
+    return dataclasses.make_dataclass(name, [], bases=(options, schema))
 
 
 def _both(defaults: Callable, rules: Callable, args: Any) -> None:
@@ -163,8 +184,9 @@ def put_experts(model: Any, args: Any) -> Any:
     run = run_options(args, AnyMoEOptions, world_size(args), any_model=True)
     _refuse_options(run)
     names = args.moe_blocks or blocks_of(model, args.moe_freq)
-    if not names and moe_layers(model):
-        return adopt(model)  # a part of it comes from a checkpoint, with its experts
+    if not names and moe_layers(model):  # a part of it comes from a checkpoint, with its experts
+        _refuse_without_effect(args)
+        return adopt(model)
     factory = LayerFactory(run)
     trained = any(getattr(args, name, None) for name in _OF_CHECKPOINTS)
     factory.replace(model, names, copy_weights=bool(args.moe_copy_blocks or trained))
@@ -179,6 +201,26 @@ def _refuse_options(run: Any) -> None:
     if given:
         ours = ", ".join(ARCHITECTURES)
         raise ValueError(f"{' and '.join(given)}: only {ours} can do this: leave it out")
+
+
+def _refuse_without_effect(args: Any) -> None:
+    """Raise ValueError for options of layers that a checkpoint has made with other options."""
+    stored = getattr(getattr(args, "w2v_args", None), "model", None)
+    if stored is None:
+        return
+    given, made = [], []
+    for field in dataclasses.fields(with_registered(AnyMoEOptions)):
+        name, default = field.name, field.default
+        mine, theirs = getattr(args, name, default), getattr(stored, name, default)
+        counts = name not in _OF_RUN and not name.startswith("_")
+        if counts and str(mine) not in (str(default), str(theirs)):
+            given.append(as_flag(name, mine))
+            made.append(str(theirs))
+    if given:
+        raise ValueError(
+            f"{' '.join(given)}: all experts come from {args.w2v_path}, which was trained with "
+            f"{' and '.join(made)}: leave the option out"
+        )
 
 
 def blocks_of(model: nn.Module, freq: int) -> list[str]:
@@ -222,11 +264,14 @@ def stack_of(name: str) -> tuple[str, int]:
 def adopt(model: Any) -> Any:
     """Give a model the attributes by which trainer, criterions and checkpoints find its layers."""
     layers = moe_layers(model)
-    placements = {layer.groups.num_experts: layer.groups for layer in layers.values()}
-    if len(placements) > 1:
-        counts = " and ".join(map(str, placements))
-        raise ValueError(f"layers of {counts} experts in one model: --moe-expert-count must agree")
-    model.moe_layers, model.moe_groups = layers, next(iter(placements.values()))
+    for name, flag in _OF_ALL_LAYERS.items():
+        found = dict.fromkeys(str(getattr(layer.config, name)) for layer in layers.values())
+        if len(found) > 1:
+            raise ValueError(
+                f"layers with {flag} {' and '.join(found)} in one model: give the value with which "
+                "its trained part was made"
+            )
+    model.moe_layers, model.moe_groups = layers, next(iter(layers.values())).groups
     model.moe_reports_are_collected = True
     return model
 

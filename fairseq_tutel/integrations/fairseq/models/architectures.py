@@ -41,15 +41,20 @@ class Architecture:
             for ending, defaults in self.sizes.items():
                 named = functools.partial(_set_sizes, defaults, rules)
                 models.register_model_architecture(self.name, f"{self.name}_{ending}")(named)
-        elif models.MODEL_DATACLASS_REGISTRY[self.name] is not schema:
-            # the three places in which register_model keeps a dataclass
-            setattr(self.model, "__dataclass", schema)
-            models.MODEL_DATACLASS_REGISTRY[self.name] = schema
-            node = schema()
-            node._name = self.name
-            ConfigStore.instance().store(
-                name=self.name, group="model", node=node, provider="fairseq"
-            )
+        else:
+            use_schema(self.name, self.model, schema)
+
+
+def use_schema(name: str, model: Any, schema: Any) -> None:
+    """Give a registered model another dataclass, unless it has this one."""
+    if models.MODEL_DATACLASS_REGISTRY[name] is schema:
+        return
+    # the three places in which register_model keeps a dataclass
+    setattr(model, "__dataclass", schema)
+    models.MODEL_DATACLASS_REGISTRY[name] = schema
+    node = schema()
+    node._name = name
+    ConfigStore.instance().store(name=name, group="model", node=node, provider="fairseq")
 
 
 ARCHITECTURES: dict[str, Architecture] = {}

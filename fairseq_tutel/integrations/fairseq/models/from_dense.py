@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from ....checkpoint.layout import split_key
 from ....distributed import experts_of_ffn
-from ....moe import parts_of_ffn
-from ....moe.model import moe_layers
+from ....moe import MoELayer, parts_of_ffn
 
 
 def is_dense(weights: Any) -> bool:
@@ -24,7 +23,10 @@ def copy_into_experts(model: Any, weights: MutableMapping[str, Tensor], path: st
     """
     model.upgrade_state_dict(weights)  # the names of older checkpoints
     mine = model.state_dict()
-    for name, layer in moe_layers(model).items():
+    # a stack that languages share has several names, and both state dicts have all of them
+    modules = model.named_modules(remove_duplicate=False)
+    layers = {name: layer for name, layer in modules if isinstance(layer, MoELayer)}
+    for name, layer in layers.items():
         names = _dense_names(model, name, path)
         if missing := [of for of in names.values() if of not in weights]:
             raise ValueError(f"{path} is dense, and lacks {missing[0]} for experts of {name}")
@@ -38,7 +40,7 @@ def copy_into_experts(model: Any, weights: MutableMapping[str, Tensor], path: st
                 f"{path} is dense, and cannot become experts of {name}: {reason}"
             ) from None
     for key in mine:
-        if any(key.startswith(f"{name}.") for name in moe_layers(model)):
+        if any(key.startswith(f"{name}.") for name in layers):
             weights[key] = mine[key]
 
 

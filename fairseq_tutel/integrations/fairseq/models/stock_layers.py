@@ -11,6 +11,7 @@ Layer drop draws by seed, update and call, so that all ranks skip the same layer
 would wait for each other's experts.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 from fairseq.data.data_utils import numpy_seed
 from fairseq.modules import LayerDropModuleList
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ....moe import MoELayer
@@ -100,7 +102,14 @@ def _checkpoint_by_torch(layer: nn.Module) -> None:
     """Replace fairseq's checkpointing of a layer by torch's, which keeps the gate loss."""
     stock = vars(layer).get("precheckpoint_forward")
     if stock is not None:
-        layer.forward = functools.partial(checkpoint, stock, use_reentrant=False)
+        _, offload = layer.forward.args  # of fairseq's partial, or of this one
+        layer.forward = functools.partial(_checkpointed, stock, offload)
+
+
+def _checkpointed(stock: Callable, offload: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer, and keep its inputs alone, in the CPU's memory with ``offload``."""
+    with save_on_cpu() if offload else contextlib.nullcontext():
+        return checkpoint(stock, *args, use_reentrant=False, **kwargs)
 
 
 class _Draws(nn.Module):
