@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,9 @@ from helpers.training import named, save
 
 from fairseq_tutel import training
 from fairseq_tutel.distributed import gather_texts, is_expert, process_world
+from fairseq_tutel.integrations.fairseq.models import listing as listing_module
 from fairseq_tutel.integrations.fairseq.models import stock_layers
-from fairseq_tutel.integrations.fairseq.models.listing import listing
+from fairseq_tutel.integrations.fairseq.models.listing import TRAINED, listing
 from fairseq_tutel.integrations.fairseq.options.options import moe_frequencies
 from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe.model import moe_layers
@@ -98,11 +100,21 @@ def test_every_name_of_the_registry_has_one_with_experts():
 
 
 def test_the_listing_names_stacks_or_why_there_are_none():
-    rows = {row.split(" | ")[1]: row for row in listing("conv").splitlines()[2:]}
-    wanted = "| encoder.transformer_layers (6), decoder.layers (6) |"
+    """The page has the same rows; those that the long table trains say so."""
+    page = Path(listing_module.__file__).parents[1] / "ARCHITECTURES.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rows = {row.split(" | ")[1]: row for word in ("conv", "wav2vec_seq") for row in
+            listing(word).splitlines()[2:]}  # fmt: skip
+    assert set(rows.values()) <= set(lines)
+    wanted = " trains | encoder.transformer_layers (6), decoder.layers (6) |"
     assert "`convtransformer_moe`" in rows["convtransformer"]
     assert rows["convtransformer"].endswith(wanted)
-    assert "refused: it has no layer whose feed-forward" in rows["lightconv"]
+    assert "| trains | encoder.w2v_model.encoder.layers" in rows["wav2vec_seq2seq"]
+    assert "| refused | it has no layer whose feed-forward" in rows["lightconv"]
+    architectures.add_names()
+    assert {models.ARCH_MODEL_NAME_REGISTRY[row.arch] for row in ROWS.values()} == TRAINED
+    verdicts = dict(line.split(" | ")[1:3] for line in lines if line.count(" | ") == 3)
+    assert {name for name, verdict in verdicts.items() if verdict == "trains"} == TRAINED
 
 
 def test_blocks_are_chosen_by_their_names_or_none_is(folder):
