@@ -4,6 +4,7 @@ Called by scripts/quickstart.sh, which sees to the environment; see ``--help``.
 """
 
 import argparse
+import functools
 import importlib.util
 import logging
 import os
@@ -13,8 +14,10 @@ import statistics
 import sys
 from pathlib import Path
 
+from compared import RECIPES, Comparison, compare
 from corpus import LINE_BREAK, CorpusError, build_corpus
 from steps import EXPERTS, GPUS, RANKS, ROOT, Commands, QuickstartError, prepare, say
+from tones import write_speech
 from translation import UPDATES as TRANSLATION_UPDATES
 from translation import translation
 
@@ -149,15 +152,23 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "train a translation model, on numbers in words of several languages, or on parallel "
     )
     translate += "files: NAME.de and NAME.en, say, of one sentence per line"
-    add("--translation", action="store_true", help=translate)
-    about = f"default: {UPDATES}, or {TRANSLATION_UPDATES} of a translation model"
-    add("--updates", type=int, metavar="N", help=about)
-    where = "where the files go (default: runs/quickstart, or runs/quickstart-translation)"
+    recipe = parser.add_mutually_exclusive_group()
+    choose = functools.partial(recipe.add_argument, dest="recipe", action="store_const", default="")
+    choose("--translation", const="translation", help=translate)
+    compared = ", once dense and once with experts"
+    choose("--speech", const="speech", help=f"train a recogniser of generated speech{compared}")
+    default = {"": UPDATES, "translation": TRANSLATION_UPDATES}
+    default |= {name: each.updates for name, each in RECIPES.items()}
+    about = ", ".join(f"{updates} {name}".strip() for name, updates in default.items())
+    add("--updates", type=int, metavar="N", help=f"default: {about}")
+    add("--seeds", type=int, default=1, metavar="N", help="speech: train with seeds 1 to N")
+    where = "where the files go (default: runs/quickstart, or runs/quickstart-translation, ...)"
     add("--out", type=Path, metavar="FOLDER", help=where)
     args = parser.parse_args(argv)
-    args.updates = args.updates or (TRANSLATION_UPDATES if args.translation else UPDATES)
-    name = "quickstart-translation" if args.translation else "quickstart"
-    args.out = args.out or ROOT / "runs" / name
+    args.updates = args.updates or default[args.recipe]
+    args.out = args.out or ROOT / "runs" / "-".join(filter(None, ("quickstart", args.recipe)))
+    if args.recipe == "speech" and args.text:
+        parser.error(f"{args.text[0]}: --speech generates its data")
     if args.updates < 8:
         parser.error(f"--updates {args.updates}: at least 8 are needed, to stop and resume halfway")
     return args
@@ -168,12 +179,18 @@ def main() -> int:
     logging.disable(logging.INFO)  # importing fairseq lets every logger say everything
     args = parse_arguments(sys.argv[1:])
     try:
-        if args.translation:
+        if args.recipe == "translation":
             translation(args.text, args.out, args.updates)
             return 0
+        out = args.out.absolute()
+        if args.recipe == "speech":
+            prepare(out)
+            quick = Comparison(out, args.updates, RECIPES["speech"], args.seeds)
+            compare(quick, [("Generate speech", write_speech, out / "data")])
+            return 0
         corpus = build_corpus(args.text)  # before an earlier run is removed, as it may fail
-        prepare(args.out)
-        quick = Quickstart(args.out.absolute(), args.updates, args.text)
+        prepare(out)
+        quick = Quickstart(out, args.updates, args.text)
         quick.follow([
             ("Train a sentencepiece model", quick.tokenizer, corpus),
             ("fairseq-preprocess", quick.preprocess),

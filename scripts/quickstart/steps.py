@@ -72,9 +72,20 @@ class Commands:
             (self.folder / folder / name).write_text(text, encoding="utf-8")
 
     def train_up_to(
-        self, update: int, options: str, warmup: int, validations: int, lines: int, loss="loss"
-    ) -> None:
-        """Train from the last checkpoint if there is one; ``lines``: of the log, in a whole run."""
+        self,
+        update: int,
+        options: str,
+        warmup: int,
+        validations: int,
+        lines: int,
+        loss="loss",
+        run: str = "",
+        seed: int = 1,
+    ) -> list[str]:
+        """Train from the last checkpoint if there is one, and return the log.
+
+        ``lines``: of the log, in a whole run; ``run``: ending of the names of checkpoints and log.
+        """  # fmt: skip
         warmup = min(warmup, self.updates // 4)
         period = self.updates - warmup + 1  # with one less the schedule would begin again
         # Only updates count: a small text has many epochs. The learning rate starts at 0, so that
@@ -84,10 +95,10 @@ class Commands:
             --clip-norm 1.0 --lr 0.002 --lr-scheduler cosine --warmup-updates {warmup}
             --warmup-init-lr 0 --lr-period-updates {period} --max-update {update}
             --validate-interval-updates {max(1, self.updates // validations)}
-            --validate-interval 1000000 --save-interval 1000000 --save-dir checkpoints
-            --no-epoch-checkpoints --log-format simple --num-workers 0 --seed 1
+            --validate-interval 1000000 --save-interval 1000000 --save-dir checkpoints{run}
+            --no-epoch-checkpoints --log-format simple --num-workers 0 --seed {seed}
             --log-interval {max(1, self.updates // lines)}"""
-        self.run("train", command, lambda line: show_progress(line, loss))
+        return self.run(f"train{run}", command, lambda line: show_progress(line, loss))
 
     def run(self, name: str, command: str, on_line=lambda line: None) -> list[str]:
         """Lines of a command's output, which goes to ``logs/NAME.log``; all are in commands.sh.
