@@ -13,11 +13,12 @@
 #   bash scripts/quickstart.sh --translation                      # numbers in words (num2words)
 #   bash scripts/quickstart.sh --translation talks.de talks.en    # your own parallel files
 #
-# With --speech, a recogniser of generated tones, once dense and once with experts, for as many
-# updates, and their losses side by side. --seeds 3 trains both with three seeds. Results:
-# runs/quickstart-speech.
+# With --speech, a recogniser of generated tones, and with --bart, BART on text (Python's, or yours):
+# each once dense and once with experts, for as many updates, and their losses side by side.
+# --seeds 3 trains each with three seeds. Results: runs/quickstart-speech, runs/quickstart-bart.
 #
 #   bash scripts/quickstart.sh --speech
+#   bash scripts/quickstart.sh --bart [book.txt notes/]
 #
 # --updates N trains longer or shorter, --out FOLDER writes elsewhere.
 set -euo pipefail

@@ -32,6 +32,12 @@ RECIPES = {"speech": Recipe(
     f"""--arch s2t_transformer_moe --conv-channels 64 --max-tokens {2000 // RANKS}
     --criterion label_smoothed_cross_entropy --label-smoothing 0.1""",
     400, "nll_loss",
+), "bart": Recipe(
+    """--task denoising --mask 0.3 --mask-length span-poisson --replace-length 1
+    --sample-break-mode complete --tokens-per-sample 128""",
+    f"""--arch bart_base_moe --max-source-positions 1024 --max-target-positions 1024
+    --criterion cross_entropy --max-tokens {4096 // RANKS}""",
+    300, "loss",
 )}  # fmt: skip
 
 
@@ -54,7 +60,7 @@ class Comparison(Commands):
         self.losses[name].append(lines[-1][recipe.loss])
 
     def generate(self) -> None:
-        """Let the first model with experts write what it heard."""
+        """Let the first model with experts write what it heard or what was hidden."""
         command = f"""fairseq-generate data {self.recipe.task} --user-dir fairseq_tutel
             --path checkpoints-moe-1/checkpoint_last.pt --gen-subset test --beam 4
             --max-tokens 4000 --num-workers 0"""

@@ -25,6 +25,7 @@ from fairseq_tutel import picture
 from fairseq_tutel.command_line import run_and_exit
 
 UPDATES = 320  # about 3 minutes in fp32 on two CPU cores
+BLOCKS = 4000  # of text that BART is trained on
 REQUIRED_FALL = 10  # of the perplexity, in a whole run on Python's library
 VOCABULARY, TOKENS_PER_SAMPLE, SAMPLES_PER_UPDATE = 4000, 128, 16
 # How functions, comments and paragraphs of the documentation begin in Python's library.
@@ -157,11 +158,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     choose("--translation", const="translation", help=translate)
     compared = ", once dense and once with experts"
     choose("--speech", const="speech", help=f"train a recogniser of generated speech{compared}")
+    choose("--bart", const="bart", help=f"train BART on text{compared}")
     default = {"": UPDATES, "translation": TRANSLATION_UPDATES}
     default |= {name: each.updates for name, each in RECIPES.items()}
     about = ", ".join(f"{updates} {name}".strip() for name, updates in default.items())
     add("--updates", type=int, metavar="N", help=f"default: {about}")
-    add("--seeds", type=int, default=1, metavar="N", help="speech: train with seeds 1 to N")
+    add("--seeds", type=int, default=1, metavar="N", help="speech, BART: train with seeds 1 to N")
     where = "where the files go (default: runs/quickstart, or runs/quickstart-translation, ...)"
     add("--out", type=Path, metavar="FOLDER", help=where)
     args = parser.parse_args(argv)
@@ -191,6 +193,15 @@ def main() -> int:
         corpus = build_corpus(args.text)  # before an earlier run is removed, as it may fail
         prepare(out)
         quick = Quickstart(out, args.updates, args.text)
+        if args.recipe == "bart":
+            corpus["train"] = corpus["train"][:BLOCKS]
+            corpus["test"] = corpus["test"][:50]
+            data = [
+                ("Train a sentencepiece model", quick.tokenizer, corpus),
+                ("fairseq-preprocess", quick.preprocess),
+            ]
+            compare(Comparison(out, args.updates, RECIPES["bart"], args.seeds), data)
+            return 0
         quick.follow([
             ("Train a sentencepiece model", quick.tokenizer, corpus),
             ("fairseq-preprocess", quick.preprocess),

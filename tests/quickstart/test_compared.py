@@ -12,9 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-def test_both_models_are_trained_and_compared(tmp_path):
+@pytest.mark.parametrize("recipe", ["--speech", "--bart"])
+def test_both_models_are_trained_and_compared(recipe, tmp_path):
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    program = [sys.executable, str(ROOT / "scripts" / "quickstart" / "main.py"), "--speech"]
+    program = [sys.executable, str(ROOT / "scripts" / "quickstart" / "main.py"), recipe]
     done = subprocess.run(
         [*program, "--updates", "12", "--out", str(tmp_path / "out")],
         capture_output=True, text=True, timeout=280,

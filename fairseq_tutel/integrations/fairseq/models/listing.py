@@ -32,7 +32,7 @@ _OPTIONS = {
     "discrete_f0": True, "ignore_duration_input": False, "ignore_f0_input": False,
     "data": "", "load_ema": False, "freeze_regex": None, "main_and_cross_weights": "1,0",
 }  # fmt: skip
-# model classes that test_any_architecture.py trains on two ranks as on one
+# model classes that test_architectures_on_ranks.py trains on two ranks as on one
 TRAINED = frozenset(
     """bart cmlm_transformer convtransformer hubert hubert_seq2seq insertion_transformer
     iterative_nonautoregressive_transformer levenshtein_transformer masked_lm
