@@ -135,14 +135,17 @@ class Tuned:
 def launch(
     kernel: Tuned, grid: tuple | Callable, rows: int, dtype: torch.dtype, *args, **given
 ) -> None:
-    """Launch a kernel with the fastest tile for the dtype of its rows and the kernel's keys.
+    """Launch a kernel with the fastest tile for the dtype of its rows, the kernel's keys, and
+    the arguments that it has.
 
     Small work takes the first tile that fits, tuned or not, so that its results do not depend on
     what ran before.
     """
-    key = kernel.fn.__name__, dtype, *[given[name] for name in kernel.keys]
     tiles = kernel.fitting(kernel.tiles, given)
     tune = rows >= TUNE_ROWS and len(tiles) > 1
+    # a kernel does other work without some of its arguments
+    absent = [value is None for value in (*args, *given.values())] if tune else []
+    key = kernel.fn.__name__, dtype, *[given[name] for name in kernel.keys], *absent
 
     def candidates() -> list[Callable]:
         return [partial(kernel.fn[grid], *args, **given, **tile) for tile in tiles]

@@ -39,7 +39,7 @@ from ._sizes import cdiv, next_power_of_2
 from ._tiles import tile_rows, token_of_row
 
 _HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")  # since torch 2.10
-_DYNAMIC = ["num_rows"]
+_DYNAMIC = ["num_rows", "e"]
 _tuned = partial(Tuned, tiles=PRODUCT_TILES, fitting=few_ieee_tiles)
 # Programs per expert that look whether its gradient has to be cleared.
 _CLEARING_PROGRAMS = 128
@@ -65,7 +65,7 @@ def _rows_product_kernel(
     stride_e: tl.constexpr,
     stride_a: tl.constexpr,
     stride_b: tl.constexpr,
-    e: tl.constexpr,
+    e,
     A: tl.constexpr,
     B: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -204,6 +204,19 @@ def _tma_is_tried(few_rows: bool, source: Source | None, *tensors: Tensor) -> bo
     return has_tma(tensors[0].device) and describable(*tensors)
 
 
+def _candidates(
+    few_rows: bool,
+    source: Source | None,
+    tensors: tuple[Tensor, Tensor],
+    tma: list[Callable[[], Tensor]],
+    torchs: Callable[[], Tensor],
+) -> list[Callable[[], Tensor]]:
+    """Return the implementations that compete. torch's cannot gather and writes the rows first."""
+    mine = tma if _tma_is_tried(few_rows, source, *tensors) else []
+    theirs = [torchs] if _grouped_mm_is_fused(*tensors) else []
+    return [*theirs, *mine] if source is None else [*mine, *theirs]
+
+
 def _grouped_mm_skips_unused(rows: Tensor) -> bool:
     """Return whether ``grouped_mm`` leaves the gradient of an expert without rows unwritten.
 
@@ -252,15 +265,11 @@ def rows_product(
     if R * B == 0:
         return rows_RA.new_empty((R, B))
     few_rows = R / max(e, 1) <= FEW_ROWS
-    candidates: list[Callable[[], Tensor]] = []
-    if source is None and _grouped_mm_is_fused(rows_RA, weight_eAB):
-        grouped_mm = torch.nn.functional.grouped_mm
-        candidates.append(lambda: grouped_mm(rows_RA, weight_eAB, offs=offsets))
-    if _tma_is_tried(few_rows, source, rows_RA, weight_eAB):
-        given = rows_RA, weight_eAB, offsets, source
-        candidates += [partial(rows_product_tma, *given, tile) for tile in tma_tiles(few_rows)]
+    given = rows_RA, weight_eAB, offsets, source
+    tma = [partial(rows_product_tma, *given, tile) for tile in tma_tiles(few_rows)]
+    candidates = _candidates(few_rows, source, given[:2], tma, partial(_grouped_mm, *given))
     if candidates:
-        key = "rows", few_rows, source is None, rows_RA.dtype, weight_eAB.shape, weight_eAB.stride()
+        key = "rows", few_rows, source is None, rows_RA.dtype, A, B, weight_eAB.stride()
         with device_guard(rows_RA):
             return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
     return _rows_product(rows_RA, weight_eAB, offsets, source)
@@ -324,15 +333,14 @@ def weight_gradient(
     if R == 0:
         return d_RA.new_zeros((e, A, B))
     few_rows = R / max(e, 1) <= FEW_ROWS
-    candidates: list[Callable[[], Tensor]] = []
-    if source is None and _grouped_mm_is_fused(d_RA, rows_RB):
-        candidates.append(lambda: _grouped_mm_gradient(d_RA, rows_RB, offsets))
-    if _tma_is_tried(few_rows, source, d_RA, rows_RB):
-        # few rows are a short sum and not a small tile
-        given, tiles = (d_RA, rows_RB, offsets, source), tma_tiles(few_rows=False)
-        candidates += [partial(weight_gradient_tma, *given, tile) for tile in tiles]
+    given = d_RA, rows_RB, offsets, source
+    # few rows are a short sum and not a small tile
+    tiles = tma_tiles(gathers_sum=source is not None)
+    tma = [partial(weight_gradient_tma, *given, tile) for tile in tiles]
+    torchs = partial(_grouped_mm_gradient, *given)
+    candidates = _candidates(few_rows, source, given[:2], tma, torchs)
     if candidates:
-        key = "gradient", few_rows, source is None, d_RA.dtype, e, A, B
+        key = "gradient", few_rows, source is None, d_RA.dtype, A, B
         with device_guard(d_RA):
             return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
     out_eAB = d_RA.new_empty((e, A, B))
@@ -359,8 +367,22 @@ def weight_gradient(
     return out_eAB
 
 
-def _grouped_mm_gradient(d_RA: Tensor, rows_RB: Tensor, offsets: Tensor) -> Tensor:
+def _written(rows: Tensor, source: Source | None) -> Tensor:
+    if source is None:
+        return rows
+    return rows.index_select(0, source.pair_R.clamp(min=0) // source.top_k)
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, source: Source | None) -> Tensor:
+    """Compute :func:`rows_product` with torch's kernel, which needs rows that are written."""
+    return torch.nn.functional.grouped_mm(_written(rows, source), weight, offs=offsets)
+
+
+def _grouped_mm_gradient(
+    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None
+) -> Tensor:
     """Compute :func:`weight_gradient` with torch's kernel."""
+    rows_RB = _written(rows_RB, source)
     out_eAB = torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
     if _grouped_mm_skips_unused(d_RA):
         _clear_unused(out_eAB, offsets)

@@ -1,8 +1,9 @@
 """Grouped products of halves for Hopper and newer GPUs: persistent kernels with TMA loads.
 
-As many programs run as the GPU has multiprocessors. Each computes one tile after the other, so that
-no program waits for its first loads. Tensor descriptors read tiles without address arithmetic, and
-read zeros past the end of a tensor.
+Programs compute one tile after the other. Where one has a multiprocessor for itself, the loop is
+flattened: the loads of the next tile begin before a tile is written. Of two programs one multiplies
+while the other writes. Tensor descriptors read tiles
+without address arithmetic, and read zeros past the end of a tensor, or of an expert's rows.
 
 ``_grouped.py`` has the products' interface and decides which implementation computes one.
 A and B are the two dimensions of the weight.
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._runtime import INT32, INTERPRET, checked, device_guard
@@ -29,7 +31,7 @@ _INTERPRETED_PROGRAMS = 3
 class Source(NamedTuple):
     """The tokens of rows that were never written: row r is token ``pair_R[r] // top_k``."""
 
-    pair_R: Tensor  # (R,) int32, -1 in unused rows
+    pair_R: Tensor  # (R,) int32, -1 in unused rows, which follow those of the experts
     top_k: int
 
 
@@ -49,24 +51,35 @@ class TMATile(NamedTuple):
     block_d: int
     warps: int
     stages: int
+    per_sm: int = 1  # programs that a multiprocessor has room for
 
     def sizes(self) -> dict[str, int]:
         """Return the keyword arguments of a launch."""
         blocks = {"BLOCK_R": self.block_r, "BLOCK_C": self.block_c, "BLOCK_D": self.block_d}
+        # beside a second program, the buffers of a flattened loop would have no room
+        blocks["FLATTEN"] = self.per_sm == 1
+        if self.per_sm > 1:
+            blocks["maxnreg"] = 65536 // (32 * self.warps * self.per_sm)
         return {**blocks, "num_warps": self.warps, "num_stages": self.stages}
 
 
-TILES = (TMATile(128, 256, 64, 8, 3), TMATile(128, 256, 64, 8, 4), TMATile(128, 128, 64, 8, 4))
+TILES = (
+    TMATile(128, 256, 64, 8, 3),
+    TMATile(128, 256, 64, 8, 4),
+    TMATile(128, 128, 64, 8, 3, per_sm=2),
+)
+# The gathered gradient fills 3, 4 and 3 buffers: a load waits for that of its address.
+TILES_OF_GATHERED = tuple(tile._replace(stages=2 * tile.stages - 1) for tile in TILES)
 # The weights' reading dominates if an expert has few rows; a tile of 64 rows multiplies in vain.
 TILES_OF_FEW_ROWS = (TMATile(16, 128, 128, 4, 4), TMATile(64, 128, 64, 4, 4))
 _INTERPRETED = TMATile(16, 16, 16, 4, 1)
 
 
-def tma_tiles(few_rows: bool) -> tuple[TMATile, ...]:
+def tma_tiles(few_rows: bool = False, gathers_sum: bool = False) -> tuple[TMATile, ...]:
     """Return the tiles to choose from; the interpreter takes exactly one."""
     if INTERPRET:
         return (_INTERPRETED,)
-    return TILES_OF_FEW_ROWS if few_rows else TILES
+    return TILES_OF_FEW_ROWS if few_rows else TILES_OF_GATHERED if gathers_sum else TILES
 
 
 @triton.jit
@@ -89,7 +102,7 @@ def _dot_tma(a, b, acc, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "e"])
 def _rows_product_tma_kernel(
     out_ptr,  # (R, B) - output
     rows_ref,  # (R, A) by descriptor, or with a source tokens (T, A) by pointer
@@ -99,12 +112,13 @@ def _rows_product_tma_kernel(
     num_rows,
     TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    e: tl.constexpr,
+    e,
     A: tl.constexpr,
     B: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     UPCAST: tl.constexpr,
     GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -120,7 +134,8 @@ def _rows_product_tma_kernel(
     tiles = tl.where(index < e, tiles, 0)
     down = tl.sum(tiles, axis=0)
     across: tl.constexpr = (B + BLOCK_C - 1) // BLOCK_C
-    for tile in range(tl.program_id(0).to(tl.int64), down * across, tl.num_programs(0)):
+    first_tile, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    for tile in tl.range(first_tile, down * across, step, flatten=FLATTEN):
         row, column = _place(tile, down, across, GROUP)
         passed = tl.cumsum(tiles, axis=0) <= row
         expert = tl.sum(passed.to(tl.int32), axis=0)
@@ -153,31 +168,7 @@ def _rows_product_tma_kernel(
         tl.store(out_ptr + offs_r[:, None] * B + offs_b[None, :], out, mask=mask)
 
 
-@triton.jit
-def _load_rows(
-    rows_ref,
-    source_ptr,
-    first,
-    end,
-    first_b,
-    B: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Load a tile of rows by descriptor, or their tokens by pointer, with zeros past the end."""
-    if source_ptr is None:
-        rows = rows_ref.load([first, first_b])
-    else:
-        offs_r = first + tl.arange(0, BLOCK_D)
-        token, has_token = token_of_row(source_ptr, offs_r, offs_r < end, TOP_K)
-        offs_b = first_b + tl.arange(0, BLOCK_C)
-        mask = has_token[:, None] & (offs_b < B)[None, :]
-        rows = tl.load(rows_ref + token[:, None] * B + offs_b[None, :], mask=mask, other=0.0)
-    return rows
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["e"])
 def _weight_gradient_tma_kernel(
     out_ptr,  # (e, A, B) - output; zero for an expert without rows
     d_desc,  # (R, A)
@@ -185,11 +176,12 @@ def _weight_gradient_tma_kernel(
     source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ref holds the rows
     offsets_ptr,  # (e,) int32 end row of each expert
     TOP_K: tl.constexpr,
-    e: tl.constexpr,
+    e,
     A: tl.constexpr,
     B: tl.constexpr,
     UPCAST: tl.constexpr,
     GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -201,23 +193,26 @@ def _weight_gradient_tma_kernel(
     """
     down: tl.constexpr = (A + BLOCK_R - 1) // BLOCK_R
     across: tl.constexpr = (B + BLOCK_C - 1) // BLOCK_C
-    for tile in range(tl.program_id(0).to(tl.int64), e * down * across, tl.num_programs(0)):
+    first_tile, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    for tile in tl.range(first_tile, e * down * across, step, flatten=FLATTEN):
         expert = tile // (down * across)
         row, column = _place(tile - expert * (down * across), down, across, GROUP)
         first_a, first_b = (row * BLOCK_R).to(tl.int32), (column * BLOCK_C).to(tl.int32)
         end = tl.load(offsets_ptr + expert)
         begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
-        whole = end - (end - begin) % BLOCK_D
+        size = end - begin
         acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-        for first in range(begin, whole, BLOCK_D):
-            d = d_desc.load([first, first_a])
-            rows = _load_rows(rows_ref, source_ptr, first, end, first_b, B, TOP_K, BLOCK_D, BLOCK_C)
-            acc = _dot_tma(d.T, rows, acc, UPCAST)
-        if whole < end:  # the rows of others, and of nobody, may hold anything
-            used = (whole + tl.arange(0, BLOCK_D) < end)[:, None]
-            d = d_desc.load([whole, first_a])
-            rows = _load_rows(rows_ref, source_ptr, whole, end, first_b, B, TOP_K, BLOCK_D, BLOCK_C)
-            d, rows = tl.where(used, d, 0.0), tl.where(used, rows, 0.0)
+        for first in range(0, tl.maximum(size, 1), BLOCK_D):
+            d = load_ragged(d_desc, begin, size, [first, first_a])
+            if source_ptr is None:
+                rows = load_ragged(rows_ref, begin, size, [first, first_b])
+            else:
+                offs_r = begin + first + tl.arange(0, BLOCK_D)
+                token, has_token = token_of_row(source_ptr, offs_r, offs_r < end, TOP_K)
+                offs_b = first_b + tl.arange(0, BLOCK_C)
+                mask = has_token[:, None] & (offs_b < B)[None, :]
+                place = token[:, None] * B + offs_b[None, :]
+                rows = tl.load(rows_ref + place, mask=mask, other=0.0)
             acc = _dot_tma(d.T, rows, acc, UPCAST)
         offs_a = row * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_b = column * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -246,24 +241,15 @@ def has_tma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, tile: TMATile) -> int:
     if INTERPRET:
         return _INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count * tile.per_sm
 
 
 def _options(tile: TMATile, dtype: torch.dtype) -> dict[str, object]:
     upcast = INTERPRET and dtype == torch.bfloat16
     return {"UPCAST": upcast, "GROUP": _GROUP, **tile.sizes()}
-
-
-def _rows_and_source(
-    rows: Tensor, source: Source | None, block: list[int]
-) -> tuple[object, Tensor | None]:
-    """Return the arguments ``rows_ref`` and ``source_ptr`` of a kernel."""
-    if source is None:
-        return TensorDescriptor.from_tensor(rows, block), None
-    return rows, source.pair_R
 
 
 def rows_product_tma(
@@ -277,9 +263,13 @@ def rows_product_tma(
     stored = weight_eAB.transpose(1, 2) if transposed else weight_eAB
     block = (tile.block_c, tile.block_d) if transposed else (tile.block_d, tile.block_c)
     with device_guard(rows_RA):
-        _rows_product_tma_kernel[(_programs(rows_RA.device),)](
+        if source is None:
+            given = TensorDescriptor.from_tensor(rows_RA, [tile.block_r, tile.block_d]), None
+        else:
+            given = rows_RA, source.pair_R
+        _rows_product_tma_kernel[(_programs(rows_RA.device, tile),)](
             out_RB,
-            *_rows_and_source(rows_RA, source, [tile.block_r, tile.block_d]),
+            *given,
             TensorDescriptor.from_tensor(stored, [1, *block]),
             offsets,
             R,
@@ -301,10 +291,14 @@ def weight_gradient_tma(
     A, B, e = d_RA.shape[1], rows_RB.shape[1], offsets.shape[0]
     out_eAB = d_RA.new_empty((e, A, B))
     with device_guard(d_RA):
-        _weight_gradient_tma_kernel[(_programs(d_RA.device),)](
+        if source is None:
+            given = create_ragged_descriptor(rows_RB, [tile.block_d, tile.block_c]), None
+        else:
+            given = rows_RB, source.pair_R
+        _weight_gradient_tma_kernel[(_programs(d_RA.device, tile),)](
             out_eAB,
-            TensorDescriptor.from_tensor(d_RA, [tile.block_d, tile.block_r]),
-            *_rows_and_source(rows_RB, source, [tile.block_d, tile.block_c]),
+            create_ragged_descriptor(d_RA, [tile.block_d, tile.block_r]),
+            *given,
             offsets,
             TOP_K=1 if source is None else source.top_k,
             e=e,

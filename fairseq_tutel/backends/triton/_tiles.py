@@ -9,9 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def ragged_tiles(
-    offsets_ptr, num_rows, e: tl.constexpr, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr
-):
+def ragged_tiles(offsets_ptr, num_rows, e, TILE: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
     """Return index, start row, end row and number of tiles of the experts; index e is the tail.
 
     Example: offsets [3, 3, 7], 9 rows, TILE = 2 -> starts [0, 3, 3, 7], ends [3, 3, 7, 9],
@@ -44,7 +42,7 @@ def tile_rows(
     offsets_ptr,
     num_rows,
     rows_per_expert,
-    e: tl.constexpr,
+    e,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):

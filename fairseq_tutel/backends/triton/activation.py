@@ -36,7 +36,7 @@ from ._runtime import FLOAT_DTYPES, INT32, check_tensor, checked, device_guard
 from ._sizes import cdiv, next_power_of_2
 from ._tiles import ragged_tiles, tile_rows
 
-_DYNAMIC = ["num_rows", "rows_per_expert"]
+_DYNAMIC = ["num_rows", "rows_per_expert", "e"]
 _KEYS = "F", "TILE", "ACTIVATION", "GATED", "DROPOUT_P"
 _tuned = partial(Tuned, tiles=ACT_TILES, fitting=narrow_tiles, keys=_KEYS)
 
@@ -90,7 +90,7 @@ def _bias_act_fwd_kernel(
     seed_ptr,  # () int64; DROPOUT_P > 0
     num_rows,
     rows_per_expert,
-    e: tl.constexpr,
+    e,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -135,17 +135,17 @@ def _bias_act_fwd_kernel(
 def _bias_act_bwd_dh_kernel(
     d_h_ptr,  # (R, W) - output, or None
     partial_ptr,  # (Z, W) fp32 - output, or None: sums of d_h over the rows of each tile
-    active_ptr,  # (R, F) - output: weight * y; with weight_ptr
+    active_ptr,  # (R, F) - output, or None: weight * y; with weight_ptr and h_ptr
     dot_ptr,  # (R, BLOCKS) fp32 - output: parts of <dy, y>; with weight_ptr
     weight_ptr,  # (R,) fp32 factor of each row's dy, or None
     dy_ptr,  # (R, F)
-    h_ptr,  # (R, W); None for ACTIVATION linear
+    h_ptr,  # (R, W); None for ACTIVATION linear: y is then the bias, or does not matter
     bias_ptr,  # (e, W) float or None
     offsets_ptr,  # (e,) int32 end row of each expert; None: rows_per_expert each
     seed_ptr,  # () int64; DROPOUT_P > 0
     num_rows,
     rows_per_expert,
-    e: tl.constexpr,
+    e,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -171,8 +171,7 @@ def _bias_act_bwd_dh_kernel(
     start = tl.program_id(1).to(tl.int64) * BLOCK_F
     offs_f = start + tl.arange(0, BLOCK_F)
     mask_f = offs_f < tl.where(expert < e, F, 0)  # no expert owns the tail
-    if h_ptr is not None:
-        bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f)
+    bias = _load_bias(bias_ptr, expert * W + offs_f, mask_f)
     total = tl.zeros([BLOCK_F], tl.float32)
     if weight_ptr is not None:
         # programs of wide columns are fewer, and write zeros in place of the others
@@ -193,20 +192,24 @@ def _bias_act_bwd_dh_kernel(
             d_h *= keep
         if h_ptr is not None:
             z = _load_biased(h_ptr, offs_h, mask, bias_ptr, bias)
-            if weight_ptr is not None:
+        if weight_ptr is not None:
+            active = tl.zeros_like(d_h) + bias[None, :]
+            if h_ptr is not None:
                 active = activate(z, ACTIVATION)
                 if GATED:
                     active *= _load_biased(h_ptr + F, offs_h, mask, bias_ptr, up_bias)
-                dot = tl.sum(d_h * active, axis=1)
-                parts = tl.where((offs_b == block)[None, :], dot[:, None], 0.0)
-                offs_dot = offs_n[:, None] * BLOCKS + offs_b[None, :]
-                tl.store(dot_ptr + offs_dot, parts, mask=(offs_n < last)[:, None] & mine[None, :])
-                weight = tl.load(weight_ptr + offs_n, mask=offs_n < last, other=0.0)[:, None]
+            dot = tl.sum(d_h * active, axis=1)
+            parts = tl.where((offs_b == block)[None, :], dot[:, None], 0.0)
+            offs_dot = offs_n[:, None] * BLOCKS + offs_b[None, :]
+            tl.store(dot_ptr + offs_dot, parts, mask=(offs_n < last)[:, None] & mine[None, :])
+            weight = tl.load(weight_ptr + offs_n, mask=offs_n < last, other=0.0)[:, None]
+            if active_ptr is not None:
                 if DROPOUT_P > 0:
                     active *= keep
                 active *= weight
                 tl.store(active_ptr + offs_y, active.to(active_ptr.dtype.element_ty), mask=mask)
-                d_h *= weight
+            d_h *= weight
+        if h_ptr is not None:
             if GATED:
                 d_up = d_h * activate(z, ACTIVATION)
                 up_total += tl.sum(d_up, axis=0)
@@ -230,7 +233,7 @@ def _bias_act_bwd_db_kernel(
     offsets_ptr,  # (e,) int32 end row of each expert; None: rows_per_expert each
     num_rows,
     rows_per_expert,
-    e: tl.constexpr,
+    e,
     W: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -345,7 +348,7 @@ def bias_act_bwd(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     needs_h: bool = True,
-    weighted: tuple[Tensor, Tensor, Tensor] | None = None,
+    weighted: tuple[Tensor | None, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of :func:`bias_act_fwd`: d_h like h, d_bias like bias, (0,) of no bias.
 
@@ -353,7 +356,7 @@ def bias_act_bwd(
     choice of tiles; d_bias is summed in their order (see ``_autotune``). ``weighted`` has the
     outputs active and dot, and the weight, of the kernel.
     """
-    if activation == "linear" and weighted is None:
+    if activation == "linear" and (weighted is None or weighted[0] is None):
         h = None
     elif h is None:
         raise ValueError(f"the gradient of {activation} needs h")

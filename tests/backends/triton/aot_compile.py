@@ -96,7 +96,7 @@ def _variants():
     for dtype, precision in (*half, ("fp32", "tf32"), ("fp32", "ieee")):
         product = {"A": 4096, "B": 16384, "PRECISION": precision, "UPCAST": False}
         strides = {"stride_e": 4096 * 16384, "stride_a": 1, "stride_b": 4096}
-        experts = {"e": 3, "BLOCK_EXPERTS": 4}
+        experts = {"BLOCK_EXPERTS": 4}
         for source in ({"source_ptr": None, "TOP_K": 1}, {"TOP_K": 6}):
             given = {**product, **source}
             yield _grouped._rows_product_kernel, dtype, {**given, **strides, **experts}
@@ -105,7 +105,7 @@ def _variants():
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
 
     least_rows, most_rows = tiles.ACT_TILE_ROWS
-    act = {"e": 3, "F": 4096, "TILE": least_rows, "BLOCK_EXPERTS": 4}
+    act = {"F": 4096, "TILE": least_rows, "BLOCK_EXPERTS": 4}
     fast = {"active_ptr": None, "dot_ptr": None, "weight_ptr": None}
     padded, unbiased = {"offsets_ptr": None}, {"bias_ptr": None}
     for dtype, name, dropout_p, given in (
@@ -125,9 +125,14 @@ def _variants():
         yield activation._bias_act_bwd_dh_kernel, dtype, backward
     sums = {**act, **padded, **fast, "TILE": most_rows, "BLOCKS": 32, "GATED": False}
     sums |= {"ACTIVATION": "linear", "DROPOUT_P": 0.0}
-    yield activation._bias_act_bwd_dh_kernel, "bf16", {**sums, "h_ptr": None, "d_h_ptr": None}
+    sums |= {"h_ptr": None, "d_h_ptr": None}
+    yield activation._bias_act_bwd_dh_kernel, "bf16", sums
+    weighted = {
+        name: value for name, value in sums.items() if name not in ("dot_ptr", "weight_ptr")
+    }
+    yield activation._bias_act_bwd_dh_kernel, "bf16", weighted
     blocks = {"BLOCK_Z": tiles.SUM_BLOCK_ROWS, "BLOCK_W": tiles.SUM_BLOCK_COLS}
-    sums = {"e": 3, "W": 4096, "TILE": most_rows, "BLOCK_EXPERTS": 4, **blocks}
+    sums = {"W": 4096, "TILE": most_rows, "BLOCK_EXPERTS": 4, **blocks}
     for layout in ({}, padded):
         yield activation._bias_act_bwd_db_kernel, "bf16", {**sums, **layout}
 
@@ -152,7 +157,7 @@ def _variants():
 
 def _tma_variants():
     """(kernel, dtype, constexpr values and types of descriptors)."""
-    sizes = {"e": 3, "A": 4096, "B": 16384, "UPCAST": False, "GROUP": _grouped_tma._GROUP}
+    sizes = {"A": 4096, "B": 16384, "UPCAST": False, "GROUP": _grouped_tma._GROUP}
     for dtype, tile, gathered in itertools.product(("fp16", "bf16"), TMA_TILES, (False, True)):
         given = {**sizes, **tile.sizes(), "TOP_K": 6}
         down, across, deep = (given[f"BLOCK_{letter}"] for letter in "RCD")
@@ -160,7 +165,7 @@ def _tma_variants():
         def rows(*block, dtype=dtype, gathered=gathered):
             if gathered:
                 return {"rows_ref": f"*{dtype}"}
-            return {"rows_ref": f"tensordesc<{dtype}[{block[0]}, {block[1]}]>", "source_ptr": None}
+            return {"rows_ref": f"tensordesc<{dtype}{[*block]}>", "source_ptr": None}
 
         for transposed in (True, False):
             block = (across, deep) if transposed else (deep, across)
@@ -169,8 +174,9 @@ def _tma_variants():
             all_given = {**given, **more, **rows(down, deep)}
             yield _grouped_tma._rows_product_tma_kernel, dtype, all_given
         if tile in _grouped_tma.TILES:
-            d = f"tensordesc<{dtype}[{deep}, {down}]>"
-            all_given = {**given, "d_desc": d, **rows(deep, across)}
+            d = f"tensordesc<{dtype}[1, 1, {deep}, {down}]>"
+            given["num_stages"] += gathered * (tile.stages - 1)
+            all_given = {**given, "d_desc": d, **rows(1, 1, deep, across)}
             yield _grouped_tma._weight_gradient_tma_kernel, dtype, all_given
 
 
@@ -206,7 +212,9 @@ def _compile(kernel, dtype, constants, target, tile=0):
     if isinstance(kernel, tiles.Tuned):
         function, constants = kernel.fn, {**constants, **kernel.tiles[tile]}
     options = {
-        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+        name: constants.pop(name)
+        for name in ("num_warps", "num_stages", "maxnreg")
+        if name in constants
     }
     signature = _signature(function, dtype, constants)
     constants = {name: value for name, value in constants.items() if signature[name] == "constexpr"}
@@ -308,6 +316,13 @@ def compile_all(backend: str, arch: str, variants: str) -> None:
             result["branches"] = len(re.findall(r"\bbra\b", binary.asm["ptx"]))
             result |= resources(code)
             result["tma"] = binary.asm["ptx"].count("cp.async.bulk.tensor")
+            # loops that are left of two, loads under way, and operands that pass through registers
+            ir = binary.asm["ttgir"]
+            result["loops"], result["detours"] = ir.count("scf.for"), ir.count("ttg.local_load")
+            pending = map(int, re.findall(r"async_wait.*?num = (\d+)", ir))
+            result["pending"] = max(pending, default=None)
+            names = {"FLATTEN", "BLOCK_R", "source_ptr"} & constants.keys()
+            result["given"] = {name: constants[name] for name in names}
             result["products"] = len(re.findall(r"(?:wgmma|tcgen05)\.mma", binary.asm["ptx"]))
         else:
             result |= amd_resources(binary.asm["amdgcn"])

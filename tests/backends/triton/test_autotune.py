@@ -20,12 +20,12 @@ class Kernel:
     def __getitem__(self, grid):
         return lambda **given: self.widths.append(str(given["BLOCK_M"]))
 
-    def launch(self, rows, sizes=(2048, 512, 64)):
+    def launch(self, rows, sizes=(2048, 512, 64), **given):
         """Widths of the tiles of one launch."""
         self.widths.clear()
         free = tuple({"BLOCK_M": size, "num_warps": 8} for size in sizes)
         kernel = tiles.Tuned(self, free, tiles.narrow_tiles, ("M",))
-        tiles.launch(kernel, (3,), rows, torch.bfloat16, M=512)
+        tiles.launch(kernel, (3,), rows, torch.bfloat16, M=512, **given)
         return list(self.widths)
 
 
@@ -64,6 +64,9 @@ def test_only_large_work_is_tuned(timed):
     assert kernel.launch(tiles.TUNE_ROWS, sizes=(512,)) == ["512"]  # nothing to choose from
     assert kernel.launch(1, sizes=(2048,)) == ["2048"]  # none is narrow enough
     assert names == FITTING
+    # what a kernel does without an argument takes another time
+    assert kernel.launch(tiles.TUNE_ROWS, weight_ptr=None) == [*FITTING, "64"]
+    assert kernel.launch(tiles.TUNE_ROWS, weight_ptr=1) == [*FITTING, "64"]
 
 
 @pytest.mark.parametrize("why", ["a graph is captured", "tuning is off"])

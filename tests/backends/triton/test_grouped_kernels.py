@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_kernels import ENDS, check, products
+from test_kernels import ENDS, check, gathered, products
 
 from fairseq_tutel.backends.triton import _grouped as kernels
 
@@ -67,11 +67,19 @@ def test_which_implementations_compete(monkeypatch, device):
         return kernels.rows_product(rows, weight, offsets) or tried.pop()
 
     half, brain = torch.float16, torch.bfloat16
+
+    def gathered(dtype):
+        tokens, weight = torch.empty(8, 16, dtype=dtype), torch.empty(2, 16, 8, dtype=dtype)
+        source = kernels.Source(torch.zeros(kernels.TUNE_ROWS, dtype=torch.int32), 2)
+        return kernels.rows_product(tokens, weight, offsets, source) or tried.pop()
+
     assert chosen(half, 2 * kernels.FEW_ROWS) == (True, ["few"])
     assert chosen(half, 2 * kernels.FEW_ROWS + 1) == (False, ["many"])
     assert chosen(half, kernels.TUNE_ROWS) == (True, ["many"])
     assert chosen(brain, 8) == (True, ["torch", "few"])
     assert chosen(brain, kernels.TUNE_ROWS) == (True, ["torch"])
+    # torch's writes the rows first: the fastest of both is found by measuring
+    assert gathered(brain) == (True, ["many", "torch"]) and gathered(half) == (True, ["many"])
     assert chosen(torch.float32, 8) == "every GPU"
     assert chosen(half, 8, width=12) == "every GPU"  # rows of 24 bytes
     assert chosen(brain, 8, start=1) == "every GPU"  # a view of a flat buffer
@@ -113,6 +121,7 @@ def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
     ways = [(kernels.rows_product, kernels.weight_gradient)]
     check(*products(ways, "cpu", torch.bfloat16, [8, 24, 24, 48], 16, 32))
+    check(*gathered(ways, "cpu", torch.bfloat16))
 
 
 def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypatch):
