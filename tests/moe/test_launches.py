@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import ops
+from fairseq_tutel.backends._network import Kept
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops import backend as chooser
@@ -256,6 +257,32 @@ def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, m
     total = sum(count for name, count in moved if name not in products)
     # 4.56e9 with passes over tails and fc2's bias; what is added to in place counts once
     assert total <= 3.91e9, moved
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_last_bias_of_lean_experts_costs_one_reading_of_the_gradients(ragged, inside):
+    """Not a pass that weighs them, with sums in fp32, and a product of one column: 16 bytes."""
+    kernels = importlib.import_module("fairseq_tutel.backends.triton")
+    e, N, M, F = 2, 64, 512, 16
+    shape, offsets = (e, N), None
+    if ragged:
+        shape, offsets = (e * N,), torch.tensor([N, 2 * N], dtype=torch.int32)
+
+    def empty(*sizes):
+        return torch.zeros(sizes, dtype=torch.bfloat16)
+
+    dy, rows = (ops.Source(empty(*shape, M), offsets) for _ in range(2))
+    *params, bias = empty(e, F, M), empty(e, F), empty(e, M, F), empty(e, M)
+    kept = Kept(empty(e * N, F), empty(0, F))
+    moved = []
+    for last in (None, bias):
+        with inside:
+            given = dy, rows, torch.ones(e * N), kept, (*params, last)
+            kernels.network_bwd(*given, activation="gelu", at_once=True)
+        moved.append(sum(count for _, count in inside.launches()))
+        inside.names.clear()
+    assert moved[1] - moved[0] < 2 * dy.values.nbytes, moved
 
 
 @pytest.mark.gpu

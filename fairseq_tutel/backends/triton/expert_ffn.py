@@ -95,11 +95,9 @@ def network_bwd(
             d_active, hidden, fc1_bias, weight_R, **middle
         )
         if fc2_bias is not None:
-            dot = product(dy, fc2_bias[:, :, None].contiguous(), offsets)
-            d_weight_R = d_weight_R + dot.reshape(-1)
-            weighted = (dy * weight_R.view(*dy.shape[:-1], 1)).to(dy.dtype)
             plain = {**last, "dropout_p": 0.0, "seed": None}
-            _, d_b2 = bias_act_bwd(weighted, None, fc2_bias, needs_h=False, **plain)
+            _, d_b2, _, dot = weighted_act_bwd(dy, None, fc2_bias, weight_R, **plain)
+            d_weight_R = d_weight_R + dot
     d_rows = product(d_hidden, fc1_weight, offsets) if needs_rows else dy.new_empty(0)
     active = active.view(-1, active.shape[-1])
     read = source if gathered else Source(rows, offsets)
@@ -241,19 +239,23 @@ def elementwise(
 
 
 def weighted_act_bwd(
-    dy: Tensor, h: Tensor, bias: Tensor | None, weight_R: Tensor, **options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, h: Tensor | None, bias: Tensor | None, weight_R: Tensor, **options
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return the gradients of ``weight * bias_act_fwd(h)``, and the activation, in one pass.
 
     They are d_h; d_bias; ``weight * bias_act_fwd(h)``, like dy; ``<dy, bias_act_fwd(h)>``, (R,).
+    Without h, of a linear layer, they are those of the bias: no d_h, and no activation.
     ``weight_R`` is fp32; other arguments are those of :func:`.activation.bias_act_bwd`.
     """
-    active = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    active = None
+    if h is not None:
+        active = torch.empty_like(dy, memory_format=torch.contiguous_format)
     num_rows, narrowest = weight_R.numel(), min(tile["BLOCK_F"] for tile in ACT_TILES)
     blocks = next_power_of_2(cdiv(dy.shape[-1], narrowest))
     weight_R = checked("weight", weight_R, (num_rows,), (torch.float32,), dy.device)
     dot = dy.new_empty((num_rows, blocks), dtype=torch.float32)
-    found = bias_act_bwd(dy, h, bias, weighted=(active, dot, weight_R), **options)
+    given = {"needs_h": h is not None, "weighted": (active, dot, weight_R)}
+    found = bias_act_bwd(dy, h, bias, **given, **options)
     return *found, active, dot.sum(1)
 
 
