@@ -4,8 +4,8 @@
 #
 #   part 1   GPU tests of kernels, operators and layer; the layer at meta-1.1t and without a
 #            capacity; operators at meta-1.1t; training of one simulated rank of the 1.1T model
-#   part 2   the other GPU tests; the layer and training at the other GPU presets; steps of
-#            generation in a CUDA graph; SwinV2-MoE
+#   part 2   SwinV2-MoE; the layer and training at the other GPU presets; steps of generation in a
+#            CUDA graph; the other GPU tests
 #
 #   bash scripts/bench/run_gpu.sh                       # both parts; results in scripts/bench/results
 #   PART=1 OUT=folder bash scripts/bench/run_gpu.sh     # results in folder/results-1.tar.gz
@@ -23,7 +23,7 @@
 #              git describe --always --abbrev=40 --dirty says
 #   BUDGET     seconds for each part (default: 520); what no longer fits is left out and named
 #   ONLY       run only the steps whose name matches this pattern of bash, e.g. 'layer-*'
-#   WORKERS    processes of the GPU tests (default: 6, each with its own context on the GPU)
+#   WORKERS    processes of the GPU tests (default: 12, each with its own context on the GPU)
 #   DRY_RUN    1: rehearse every step on a CPU, at tiny sizes; tests that need a GPU are collected
 #
 # The exit code is 0 if every step was run and succeeded.
@@ -56,7 +56,7 @@ command -v "${CC:-cc}" gcc clang >/dev/null ||
     warnings+=("no C compiler (CC, cc, gcc, clang): Triton cannot start")
 device=cuda
 tiny=()
-tests=(-v -n "${WORKERS:-6}" --dist worksteal)
+tests=(-v -n "${WORKERS:-12}" --dist worksteal)
 if [ -n "${DRY_RUN:-}" ]; then
     gpu=cpu device=cpu
     tiny=(--tiny)
@@ -139,23 +139,23 @@ bench() {
 
 # No number on a red test: first what the kernels compute, then how fast. JUnit keeps the counts.
 part_1() {
-    gpu_tests tests-kernels 150 -m "gpu and not slow" tests/backends tests/ops tests/moe
-    bench 120 layer meta-1.1t,dropless-16,dropless-16-fp16
+    gpu_tests tests-kernels 240 -m "gpu and not slow" tests/backends tests/ops tests/moe
+    bench 180 layer meta-1.1t,dropless-16,dropless-16-fp16
     bench 60 kernels meta-1.1t
     # the plugin first; what it is compared with fits into more than 80 GB only, if at all
     bench 200 train meta-1.1t-rank --updates 6 --one-by-one --variants moe,flop-matched,dense
 }
 
 part_2() {
-    gpu_tests tests-others 120 --continue-on-collection-errors -m gpu tests/backends/triton/test_large.py \
-        tests/training tests/integrations tests/plan tests/distributed
+    bench 70 swin small-32
     bench 110 layer fig14,blog-8gpu,meta-8gpu,dropless-64,launches
     bench 120 train meta-half-rank --updates 5
     bench 30 kernels fig14
     bench 90 layer decode --mode decode
-    bench 70 swin small-32
     bench 80 layer memory-4096,memory-8192,memory-16384,memory-32768 --repetitions 10
     bench 70 swin base-32 --repetitions 10
+    gpu_tests tests-others 120 --continue-on-collection-errors -m gpu tests/backends/triton/test_large.py \
+        tests/training tests/integrations tests/plan tests/distributed
 }
 
 for part in ${PART:-1 2}; do
