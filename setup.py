@@ -74,7 +74,7 @@ setup(
         ],
         # timm requires some torchvision, and each torchvision exactly one torch: left to itself,
         # pip takes the newest of both. This one keeps the torch that the tests were run with; what
-        # to do beside another: scripts/examples/swin_moe/README.md.
+        # to do beside another: scripts/examples/README.md.
         "vision": ["timm>=1.0.20,<1.1", "torchvision==0.28.0"],
         # safetensors writes an export for transformers (fairseq_tutel/export), and both load it;
         # neither requires a torch

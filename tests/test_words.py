@@ -42,7 +42,7 @@ def paragraphs(page):
     page = re.sub(r"`[^`]*`", "CODE", page)
     page = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", page)
     for block in re.split(r"\n\s*\n|\n(?= *(?:[-*+]|\d+\.) )|\n(?=[|#])", page):
-        yield from block.split("|") if block.startswith("|") else [block]
+        yield from re.split("[|]|<br>", block) if block.startswith("|") else [block]
 
 
 def long_sentences(page):

@@ -16,7 +16,7 @@ from ..moe.requests import LayerCall, Request, open_requests
 def record_choices(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Record the choices of a model's MoE layers in a forward pass, or in a generation.
 
-    STEERING.md has an example. Each rank records its own tokens. A pass that activation
+    README.md has an example. Each rank records its own tokens. A pass that activation
     checkpointing recomputes is not recorded again.
 
     Args:

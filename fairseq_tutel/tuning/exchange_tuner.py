@@ -2,8 +2,8 @@
 
 The agreement of a step is one small all-gather. It also carries the ranks' measurements, so that
 every rank runs the same state machine (:mod:`fairseq_tutel.tuning.search`) on the same integers.
-Evaluation uses the layers' own exchange, because its losses must not depend on times. README.md in
-this folder has an example.
+Evaluation uses the layers' own exchange, because its losses must not depend on times. ``README.md``
+of ``distributed`` has an example.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
     python scripts/bench/bench_peers.py --tutel DIR --meta DIR --transformers DIR
 
-Each folder holds the other library, built (results/METHOD.md says how); a library without a folder
+Each folder holds the other library, built (results/README.md says how); a library without a folder
 is left out. This layer and a peer take turns, then the next peer follows. The ratio is this layer's
 time over the peer's in the same turn, with a 95 % interval of its median.
 

@@ -192,7 +192,7 @@ class Inputs:
         return Case(name, forward, lambda: self.leaves, select)
 
 
-# the cases of bench_layer.py; results/METHOD.md says what they compute
+# the cases of bench_layer.py; results/README.md says what they compute
 BACKENDS, FLOORS = ("triton", "torch"), ("experts", "products")
 CASES = (*BACKENDS, "dense", *FLOORS)
 

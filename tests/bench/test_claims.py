@@ -11,7 +11,7 @@ import claims_predictions as predictions
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = claims.RESULTS / "CLAIMS.md"
+PAGE = claims.RESULTS / "README.md"
 
 
 def test_measured_values_are_those_of_the_files():

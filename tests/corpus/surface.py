@@ -107,13 +107,20 @@ def plain(value):
 
 
 def table(files):
-    """Rows of ``python -m fairseq_tutel table``: choices and default by flag."""
+    """Rows of ``python -m fairseq_tutel table``, and options without one: choices and default."""
     from fairseq_tutel.__main__ import main
+    from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES
+    from fairseq_tutel.integrations.fairseq.options import bundles, help
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         main(["table"])
     rows = re.findall(r"^\| `(--[\w-]+)(.*?)` \| (.*?) \|", out.getvalue(), re.MULTILINE)
     meta = re.findall(r"`(--[^`]+)`", out.getvalue().rpartition("**")[2])
+    fields = ARCHITECTURES["transformer_moe"].schema.__dataclass_fields__
+    for name in (*bundles.members(), "moe_top1_expert"):
+        (flag, default, _), *_ = help.rows([help.every_option().get(name, fields[name])])
+        flag, brace, choices = flag.partition(" {")
+        rows.append((flag, brace + choices, default))
     return {flag: [choices, default] for flag, choices, default in rows} | dict.fromkeys(meta)
 
 

@@ -1,6 +1,6 @@
 """Change the number of experts of a checkpoint: from a dense model to experts, to more, to fewer.
 
-Each command reads one checkpoint and writes another in one step. GROWTH.md beside this folder says
+Each command reads one checkpoint and writes another in one step. checkpoint/README.md says
 which changes keep the function, and why.
 """
 

@@ -2,7 +2,7 @@
 
 ``plan.py`` decides from the counts of all ranks who computes which rows. ``moves.py`` sends the
 weights of helped experts to their helpers, and gradients back. ``break_even.py`` says how many rows
-pay for that. The page is ``BALANCE.md``.
+pay for that. ``distributed/README.md`` has examples.
 """
 
 from .break_even import break_even_rows, measured_break_even, rows_while_travelling

@@ -1,8 +1,8 @@
 """Plan of a step: which rank computes which rows of which expert. Pure and deterministic.
 
 All ranks know the rows of all ranks (:func:`gather_counts`), so they make the same plan without
-further messages. BALANCE.md has the rule. Loads are rows. A helper gets room for the mean too, so
-loads of helped and helping ranks end near it.
+further messages. Loads are rows. A helper gets room for the mean too, so loads of helped and
+helping ranks end near it. ``distributed/README.md`` has the rule.
 
 The rows of an expert have one order: by the rank that sends them, first its home, then the ranks
 after the home, cyclically. The home computes the first rows. Every helper computes a contiguous

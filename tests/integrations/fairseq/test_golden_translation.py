@@ -1,7 +1,7 @@
 """Runs of Meta's own implementation for translation, repeated with the real fairseq commands.
 
 tests/golden holds four runs of fairseq's branch ``nllb`` on one and two ranks (CPU, fp32), and what
-its generator made of the weights (tests/golden/README.md). Its two ranks generate together; here
+its generator made of the weights (CONTRIBUTING.md). Its two ranks generate together; here
 one process loads the set.
 """
 

@@ -44,7 +44,6 @@ def test_the_table_names_all_that_is_replaced():
     assert sorted(changed) == sorted(TABLE), changed
 
 
-def test_the_pages_count_the_rows():
-    for room in ("integrations/fairseq/options", "integrations/fairseq"):
-        text = (ROOT / "fairseq_tutel" / room / "README.md").read_text(encoding="utf-8")
-        assert f"{len(TABLE)} attributes" in text
+def test_the_page_counts_the_rows():
+    text = (ROOT / "fairseq_tutel/integrations/fairseq/README.md").read_text(encoding="utf-8")
+    assert f"{len(TABLE)} attributes" in " ".join(text.split())

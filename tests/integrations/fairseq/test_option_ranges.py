@@ -62,7 +62,7 @@ def test_the_criterions_options(name):
 
 def test_every_number_of_our_own_has_a_range_that_holds_its_default():
     registered = {*ROUTERS.flags(), *EXPERTS.flags()}
-    for field in (field for group in help.own_options().values() for field in group):
+    for field in help.every_option().values():
         if field.name in registered or not re.search(r"\b(int|float)\b", str(field.type)):
             continue  # a registry checks the options of what is registered
         allowed = field.metadata["range"]

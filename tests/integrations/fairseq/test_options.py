@@ -21,6 +21,7 @@ from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES, Transformer
 from fairseq_tutel.integrations.fairseq.models.transformer_fields import FlatTransformerConfig
 from fairseq_tutel.integrations.fairseq.options import help
 from fairseq_tutel.integrations.fairseq.options.benchmark import Benchmark, FormerFlags
+from fairseq_tutel.integrations.fairseq.options.bundles import members
 from fairseq_tutel.integrations.fairseq.options.fields import CONFIGS
 from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_options
 
@@ -68,6 +69,7 @@ def test_default_sizes_are_those_of_transformer_lm_gpt(default):
 
 def test_every_option_stands_in_one_group_with_a_help_text():
     fields = [field for group in help.own_options().values() for field in group]
+    fields += [help.every_option()[name] for name in members()]
     stock = (TransformerLanguageModelConfig, FlatTransformerConfig)
     stock += (LabelSmoothedCrossEntropyCriterionConfig,)
     configs = [row.schema for row in ARCHITECTURES.values()]
@@ -75,7 +77,11 @@ def test_every_option_stands_in_one_group_with_a_help_text():
     names = ({name for config in these for name in config.__dataclass_fields__}
              for these in (configs, stock))  # fmt: skip
     own = next(names) - next(names)
-    former = {"moe_a2a", *(field.name for field in dataclasses.fields(FormerFlags))}
+    former = {
+        "moe_a2a",
+        "moe_top1_expert",
+        *(field.name for field in dataclasses.fields(FormerFlags)),
+    }
     assert sorted(field.name for field in fields) == sorted(own - former)
     assert all(field.metadata["help"] for field in fields)
 
@@ -86,17 +92,17 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
     programs_of = Path(fairseq_tutel.__file__).parent.glob("*/__main__.py")
     named = re.findall(r"^  python -m fairseq_tutel\.(\w+)  ", text, re.MULTILINE)
     assert {path.parent.name for path in programs_of} | {"picture"} == set(named)
-    first = re.findall(r"^  (--[\w-]+) \(default", text, re.MULTILINE)
-    assert first == ["--moe-expert-count", "--moe-freq", "--moe-top-k", "--moe-capacity-factor",
-                     "--moe-gate-loss-wt"]  # fmt: skip
+    first = re.findall(r"^  (--[\w-]+) .*\(default", text, re.MULTILINE)
+    assert first[0] == "--moe-expert-count" and len(first) == 14
     assert help.plain_text().startswith(text.partition("all options:")[0])
     assert "(default: sampling; MoELayer's: all)" in " ".join(help.plain_text().split())
     # in a process of its own: other tests have registered names of their own in this one
     done = programs.run(["-m", "fairseq_tutel", "table"])
     folder = Path(help.__file__).parent
-    table, page = ((folder / name).read_text("utf-8") for name in ("TABLE.md", "README.md"))
+    table, page = ((folder / name).read_text("utf-8") for name in ("TABLE.md", "../README.md"))
     assert done.status == 0
     assert done.stdout == table, "write the page: python -m fairseq_tutel table > TABLE.md"
+    assert len(re.findall("^[|] `--", table, re.MULTILINE)) <= 64, "an option needs no own row"
     assert help.RECIPE.split() == page.partition("--criterion moe_cross_entropy ")[2].split()[:12]
 
 
@@ -253,6 +259,64 @@ def test_former_flags_of_measurements_are_keys_of_one(former, present):
     assert bool(present) == (want.benchmark != Benchmark())
 
 
+@pytest.mark.parametrize(
+    "former, present",
+    [
+        (
+            "--moe-gate-noise 0.5 --moe-score-function sigmoid --moe-unnormalized-weights",
+            "--moe-router-options gate_noise=0.5,score-function=sigmoid,unnormalized_weights=TRUE",
+        ),
+        (
+            "--moe-router cosine --moe-cosine-proj-dim 8 --moe-drop-policy random",
+            "--moe-router cosine --moe-router-options cosine_proj_dim=8,drop_policy=random",
+        ),
+        (
+            "--moe-expert-network swiglu --moe-swiglu-bias --moe-gate-loss-scope global",
+            "--moe-expert-network swiglu --moe-expert-network-options swiglu_bias=true "
+            "--moe-gate-loss-options scope=global",
+        ),
+        (
+            "--moe-wire fp8 --moe-wire-back same --moe-exchange auto --moe-tune-steps 3 "
+            "--moe-tune-file a,b.json",
+            "--moe-wire fp8 --moe-wire-options back=same --moe-exchange auto --moe-tune-options "
+            "steps=3,file=a,b.json",
+        ),
+        (
+            "--moe-balance-ranks --moe-balance-min-rows 4",
+            "--moe-balance-ranks --moe-balance-options min_rows=4",
+        ),
+    ],
+)
+def test_options_of_bundles(former, present):
+    both = [config(*words.split()).model for words in (former, present)]
+    known, want = (run_options(args, TransformerLMGPTMoEConfig) for args in both)
+    for part in ("routing", "exchange", "experts"):
+        assert getattr(known, part) == getattr(want, part)
+    assert {**both[0]} == {**both[1]}
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--moe-router-options noise=1", "noise=1: give KEY=VALUE of gate_noise, input_jitter"),
+        ("--moe-router-options gate_noise", "gate_noise: give KEY=VALUE"),
+        ("--moe-router-options gate_noise=high", "gate_noise=high: 'high' is not a number"),
+        ("--moe-router-options null_experts=1.5", "'1.5' is not a whole number"),
+        ("--moe-wire-options compact=7", "compact=7: '7' is not true or false"),
+        ("--moe-router-options score_function=tanh", "choose one of softmax, sigmoid"),
+        ("--moe-router-options gate_noise=-1", "--moe-gate-noise -1.0 must be at least 0"),
+        ("--moe-tune-options steps=3", "--moe-tune-steps 3 needs --moe-exchange auto"),
+        (
+            "--moe-gate-noise 0.5 --moe-router-options gate_noise=0.1",
+            "gate_noise=0.1 and --moe-gate-noise 0.5 contradict each other",
+        ),
+    ],
+)
+def test_wrong_options_of_bundles_are_refused(words, said):
+    with pytest.raises(SystemExit, match=f"^error: .*{said}"):
+        config(*words.split())
+
+
 # an option that has no effect without another one: some value, and what turns it on
 PARENTS = {
     "moe_load_bias_rate": ("0.5", "--moe-load-bias sign --moe-second-expert-policy all"),
@@ -283,7 +347,7 @@ BESIDE_ANOTHER = r"with --moe|for an 'auto'|step of --|[Nn]eeds --moe|^> 0: --|^
 
 
 def test_the_table_has_all_options_that_need_another():
-    own = [field for group in help.own_options().values() for field in group]
+    own = help.every_option().values()
     frozen = [field for config in CONFIGS for field in dataclasses.fields(config)]
     stated = {flag_name(field) for field in frozen if field.metadata["needs"]}
     stated |= {field.name for field in own if field.metadata.get("needs")}

@@ -75,7 +75,7 @@ def test_what_sees_several_tokens_is_refused_by_name(name):
 
 def test_the_pages_program_makes_swinv2_moe_of_timms_swinv2():
     import_timm()
-    page = ROOT / "scripts/examples/swin_moe/README.md"
+    page = ROOT / "scripts/examples/README.md"
     programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (program,) = [each for each in programs if "import timm" in each]
     names = {}

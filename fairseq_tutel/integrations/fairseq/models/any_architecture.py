@@ -37,6 +37,7 @@ from ....config.options import as_flag, at_least, check_needs, option
 from ....moe import layers_with_ffn
 from ....moe.model import moe_layers
 from ..criterions.moe_criterion import GateLossOptions
+from ..options.bundles import expand
 from ..options.fields import with_registered
 from ..options.options import MoEOptions, run_options
 from .architectures import ARCHITECTURES, use_schema
@@ -171,6 +172,7 @@ def check_options(args: Namespace) -> None:
     schema = with_registered(AnyMoEOptions)
     defaults = {field.name: field.default for field in dataclasses.fields(schema)}
     try:
+        expand(args, schema)
         run_options(Namespace(**{**defaults, **vars(args)}), AnyMoEOptions, any_model=True)
         check_needs(args, AnyMoEOptions, as_flag)
     except ValueError as error:

@@ -14,6 +14,7 @@ from typing import Any
 from ....config.options import as_flag, check_needs, option
 from ..criterions.conditional_routing import BudgetOptions
 from . import data_tags
+from .bundles import expand
 from .options import run_options
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ def apply_rules(row: Any, args: argparse.Namespace) -> None:
     without_tpu(args)
     defaults = {field.name: field.default for field in dataclasses.fields(row.schema)}
     try:
+        expand(args, row.schema)
         run_options(argparse.Namespace(**{**defaults, **vars(args)}), row.config)
         # not in run_options: a checkpoint's options, of which some were switched off, stay loadable
         for config in (row.config, BudgetOptions):

@@ -27,4 +27,4 @@ def refuse_in_training(args: Any) -> None:
     if expert_storage(args) != "stacked" and not getattr(args, "moe_lora_rank", 0):
         dtype = as_flag("moe_expert_dtype", args.moe_expert_dtype)
         given = "--moe-map-experts" if args.moe_map_experts else dtype
-        raise ValueError(f"{given} is for evaluation: train without it (INFERENCE.md)")
+        raise ValueError(f"{given} is for evaluation: train without it (MEMORY.md)")

@@ -9,9 +9,25 @@ from collections.abc import Iterable, Iterator
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
 from . import command_line
+from .bundles import BUNDLES, keys_of, members
 
-# the options that matter most
-_FIRST = ("moe_expert_count", "moe_freq", "moe_top_k", "moe_capacity_factor", "moe_gate_loss_wt")
+# what a first training may need
+_FIRST = (
+    "moe_expert_count",
+    "moe_freq",
+    "moe_expert_ffn_dim",
+    "moe_expert_network",
+    "moe_router",
+    "moe_top_k",
+    "moe_second_expert_policy",
+    "moe_capacity_factor",
+    "moe_eval_capacity_factor",
+    "moe_gate_loss_wt",
+    "moe_load_bias",
+    "moe_batch_prioritized_routing",
+    "moe_exchange",
+    "moe_overlap_degree",
+)
 _TITLES = {
     "first": "Begin with these",
     "size": "Size: layers and experts",
@@ -61,16 +77,18 @@ python -m fairseq_tutel options capacity
 
 If `MoELayer` in Python has another default, the table names both.
 `python -m fairseq_tutel options FLAG` says why a flag of Meta's branches has no effect, or what to
-give instead. Options that contradict each other, and values out of range, are refused before work
-starts.
+give instead. Options that few trainings need are keys of another:
+`--moe-router-options gate_noise=0.1,eom=0.2`. Their former flags, such as `--moe-gate-noise 0.1`,
+work in this release. Options that contradict each other, and values out of range, are refused
+before work starts.
 
 <!-- this page is what `python -m fairseq_tutel table` prints -->
 
 """
 
 
-def own_options() -> dict[str, list[dataclasses.Field]]:
-    """Return the options of all architectures and criterions by title of their group."""
+def every_option() -> dict[str, dataclasses.Field]:
+    """Return the options of all architectures and criterions by name."""
     configs = [row.schema for row in ARCHITECTURES.values()]
     configs += [row.config for row in CRITERIONS.values()]
     # options of fairseq's own dataclasses are in no group
@@ -78,27 +96,53 @@ def own_options() -> dict[str, list[dataclasses.Field]]:
     for field in (field for config in configs for field in dataclasses.fields(config)):
         if field.metadata.get("group"):
             own.setdefault(field.name, field)
+    return own
+
+
+def own_options() -> dict[str, list[dataclasses.Field]]:
+    """Return the options by title of their group. Those of bundles are in the bundle's text."""
+    own = every_option()
+    for name in members():
+        del own[name]
     groups = {"first": [own.pop(name) for name in _FIRST]}
     for name in _TITLES:
         groups.setdefault(name, [f for f in own.values() if f.metadata["group"] == name])
     return {_TITLES[name]: fields for name, fields in groups.items()}
 
 
-def _rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
-    """Yield flag with choices, default and meaning of each option."""
+def rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
+    """Yield flag with choices, default and meaning of each option; a line for each key."""
     for field in fields:
-        flag = f"--{field.name.replace('_', '-')}"
-        if isinstance(field.type, enum.EnumMeta):
-            flag += f" {{{','.join(choice.value for choice in field.type)}}}"
-        text, stated = _DEFAULT.fullmatch(field.metadata["help"]).groups()
-        yield flag, stated or _WORDS.get(str(field.default), str(field.default)), text
+        flag = f"--{field.name.replace('_', '-')}{_choices(field)}"
+        default, text = _default_and_text(field)
+        if field.name in BUNDLES:
+            text = "\n".join((text, *_keys(field.name)))
+        yield flag, default, text
+
+
+def _choices(field: dataclasses.Field) -> str:
+    is_choice = isinstance(field.type, enum.EnumMeta)
+    return f" {{{','.join(choice.value for choice in field.type)}}}" if is_choice else ""
+
+
+def _default_and_text(field: dataclasses.Field) -> tuple[str, str]:
+    text, stated = _DEFAULT.fullmatch(field.metadata["help"]).groups()
+    return stated or _WORDS.get(str(field.default), str(field.default)), text
+
+
+def _keys(bundle: str) -> Iterator[str]:
+    """Yield key with choices, default and meaning of each option of a bundle."""
+    own = every_option()
+    for key, name in keys_of(bundle).items():
+        default, text = _default_and_text(own[name])
+        yield f"`{key}`{_choices(own[name])} ({default}): {text}"
 
 
 def plain_text(everything: bool = True) -> str:
     """Return the options for a terminal: all (default), or those to begin with."""
     parts = [_USAGE.format(names="|".join(ARCHITECTURES))]
     for title, fields in own_options().items():
-        parts += [title, *map(_entry, _rows(fields)), ""]
+        parts += [title, *map(_entry, rows(fields)), ""]
         if not everything:
             parts.append("all options: python -m fairseq_tutel options [WORD ...]\n")
             break
@@ -107,7 +151,8 @@ def plain_text(everything: bool = True) -> str:
 
 def _entry(row: tuple[str, str, str]) -> str:
     flag, default, text = row
-    text = textwrap.fill(text, 90, break_on_hyphens=False)
+    lines = [textwrap.fill(line, 90, break_on_hyphens=False) for line in text.split("\n")]
+    text = "\n".join(lines)
     return f"  {flag} (default: {default})\n{textwrap.indent(text, ' ' * 8)}"
 
 
@@ -115,7 +160,7 @@ def matching(*words: str) -> str:
     """Return the options, Meta's flags included, whose flag or text has every word in any case."""
     found = []
     for title, fields in own_options().items():
-        entries = [_entry(row) for row in _rows(fields) if _has(words, row[0], row[2])]
+        entries = [_entry(row) for row in rows(fields) if _has(words, row[0], row[2])]
         found += [title, *entries, ""] if entries else []
     for what, flags in _META_FLAGS.items():
         for flag, reason in flags.items():
@@ -134,7 +179,8 @@ def markdown() -> str:
     lines = []
     for title, fields in own_options().items():
         lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{flag}` | {default} | {text} |" for flag, default, text in _rows(fields)]
+        for flag, default, text in rows(fields):
+            lines.append(f"| `{flag}` | {default} | {text.replace(chr(10), '<br>')} |")
         lines.append("")
     lines.append("**Flags of Meta's branches without a meaning here**")
     for what, flags in _META_FLAGS.items():

@@ -23,17 +23,22 @@ from ....config import (
 from ....config.options import FRACTION, above, as_flag, at_least, check_ranges, option, with_flags
 from . import benchmark
 from .benchmark import Benchmark, benchmark_of
+from .bundles import BUNDLES, expand
 from .fields import CONFIGS, TUNED, schema_of, use_present_names, values_of
 from .held_experts import EXPERT_DTYPES, expert_storage
 
 logger = logging.getLogger(__name__)
 
 # options by the group of the help in which they stand
-_size, _routing, _communication, _debugging = (
+_size, _routing, _balance, _communication, _debugging = (
     functools.partial(option, group=group)
-    for group in ("size", "routing", "communication", "debugging")
+    for group in ("size", "routing", "balance", "communication", "debugging")
 )
 _AUTOS = [f"{flag}=auto" for flag in TUNED.values()]
+
+
+def _bundle(make: Any, name: str) -> Any:
+    return make(None, f"KEY=VALUE,... {BUNDLES[name].about}")
 
 
 @dataclass
@@ -67,6 +72,7 @@ class MoEOptions(
         "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
         at_least(0),
     )
+    moe_expert_network_options: Optional[str] = _bundle(_size, "moe_expert_network_options")
     moe_grow_at: Optional[str] = _size(
         None, "UPDATE:E: continue with E experts after that update; not with Hydra"
     )
@@ -76,7 +82,9 @@ class MoEOptions(
         at_least(1),
     )
 
-    moe_top1_expert: bool = _routing(False, "one expert per token, as --moe-top-k 1")
+    moe_router_options: Optional[str] = _bundle(_routing, "moe_router_options")
+    moe_gate_loss_options: Optional[str] = _bundle(_balance, "moe_gate_loss_options")
+    moe_top1_expert: bool = option(False, "former name of --moe-top-k 1")
     moe_gating_use_model_dtype: bool = _routing(
         False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
     )
@@ -95,6 +103,9 @@ class MoEOptions(
         "replicated",
         "with fewer experts than ranks, a rank holds a whole expert, or a slice of its units",
     )
+    moe_wire_options: Optional[str] = _bundle(_communication, "moe_wire_options")
+    moe_balance_options: Optional[str] = _bundle(_communication, "moe_balance_options")
+    moe_tune_options: Optional[str] = _bundle(_communication, "moe_tune_options")
     moe_tune_steps: int = _communication(
         5,
         "steps of a trial for an 'auto' in round two; the first one is not measured. Round one "
@@ -199,12 +210,14 @@ def asked_frequencies(args: Any) -> tuple[int, int]:
 def run_options(
     args: Any, config: type, num_ranks: Optional[int] = None, any_model: bool = False
 ) -> RunOptions:
-    """Read the options of a model with MoE layers. Former names in ``args`` become present ones.
+    """Read the options of a model with MoE layers. Former names in ``args`` become present ones,
+    and options of bundles get their values.
 
     ``config`` is the dataclass of the model's options. ``num_ranks`` is the number of experts if
     ``--moe-expert-count`` is not given; None: unknown yet, so that no option is too large for it.
     ``any_model``: the model is not one of ours, so that its other options are not known.
     """
+    expand(args, config)
     use_present_names(args)
     check_ranges(args, config)
     if not any_model:

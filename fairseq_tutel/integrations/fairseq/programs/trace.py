@@ -1,7 +1,7 @@
 """Experts of every token in a file: ``--moe-trace FOLDER``; :mod:`fairseq_tutel.picture` reads it.
 
 Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then a line per forward
-pass, without padding. ``training/STEERING.md`` lists their entries.
+pass, without padding. ``training/README.md`` lists their entries.
 """
 
 import inspect
