@@ -1,0 +1,161 @@
+"""Do experts pay? Dense and sparse language models of Python sources, with equal operations.
+
+    python scripts/bench/study_experts.py data          # the data-bin: runs/study/data
+    python scripts/bench/study_experts.py train         # all runs below, two at a time
+    python scripts/bench/study_experts.py time          # seconds of an update: results/experts.json
+    python -m fairseq_tutel.picture runs/study/*-seed? --out runs/study \
+        --seconds-per-update scripts/bench/results/experts.json
+
+Training has a fixed number of updates, so that a busy machine changes no loss. The seconds of an
+update are measured apart, in turns, one thread, from the trained weights. The learning rate follows
+no horizon: a curve at any update is that of a run that ends there.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import statistics
+import subprocess
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from record import ROOT, describe_run, median_interval, write_json
+
+RUNS, RESULT = Path("runs/study"), ROOT / "scripts/bench/results/experts.json"
+COMMON = """--task language_modeling --tokens-per-sample 256 --batch-size 8
+ --required-batch-size-multiple 1 --decoder-layers 4 --decoder-embed-dim 128
+ --decoder-ffn-embed-dim 512 --decoder-attention-heads 4 --share-decoder-input-output-embed
+ --dropout 0 --attention-dropout 0 --optimizer adam --adam-betas (0.9,0.98) --clip-norm 1
+ --lr 0.002 --lr-scheduler inverse_sqrt --warmup-updates 250 --cpu --num-workers 0
+ --validate-interval-updates 250 --batch-size-valid 8 --no-epoch-checkpoints
+ --log-format json --log-interval 50"""
+EXPERTS = """--user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy
+ --moe-gate-loss-combine-method sum --moe-expert-count"""
+BIAS = """--moe-second-expert-policy all --moe-capacity-factor 0 --moe-load-bias quantile
+ --moe-gate-loss-wt 0.001"""
+META = "--moe-gate-loss-wt 0.01"  # capacity 1, sampled second experts; the weight of README.moe.md
+HALF = "--moe-top-k 2 --moe-expert-ffn-dim 256"  # two experts of half the width
+# setting -> options, seeds; the first two make the headline
+SETTINGS = {
+    "dense": ("--arch transformer_lm_gpt --criterion cross_entropy", 3),
+    "8-top1": (f"{EXPERTS} 8 --moe-top-k 1 {BIAS}", 3),
+    "8-top1-meta": (f"{EXPERTS} 8 --moe-top-k 1 {META}", 1),
+    "8-top1-gateloss": (f"{EXPERTS} 8 --moe-top-k 1 --moe-capacity-factor 0 {META}", 1),
+    "8-top2": (f"{EXPERTS} 8 {HALF} {BIAS}", 1),
+    "32-top1": (f"{EXPERTS} 32 --moe-top-k 1 {BIAS}", 1),
+    "32-top2": (f"{EXPERTS} 32 {HALF} {BIAS}", 1),
+    "8-top2-meta": (f"{EXPERTS} 8 {HALF} {META}", 1),
+}
+# seed by seed, so that an early end leaves whole pairs
+QUEUE = sorted(((s, name) for name, (_, n) in SETTINGS.items() for s in range(1, n + 1)),
+               key=lambda run: (SETTINGS[run[1]][1] == 1, run[0]))  # fmt: skip
+
+
+def words(name: str) -> list[str]:
+    """Return the options of a setting."""
+    return [str(RUNS / "data"), *COMMON.split(), *SETTINGS[name][0].split()]
+
+
+def write_data() -> None:
+    """Write the Python sources of this environment, as bytes, as a data-bin.
+
+    A file is held out by a hash of its name. Validation has 2,048 bytes of each of 49 such files.
+    """
+    import numpy
+    import torch
+    from fairseq.data import Dictionary, indexed_dataset
+
+    files: dict[str, Path] = {}
+    for folder in sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}):
+        for file in Path(folder).rglob("*.py"):
+            files.setdefault(str(file.relative_to(folder)), file)
+    texts = {name: files[name].read_bytes() for name in sorted(files)}
+    held_out = {n for n in texts if hashlib.sha256(n.encode()).digest()[0] < 8}
+    long = [n for n in texts if n in held_out and len(texts[n]) > 4096]
+    valid = [texts[n][1024 : 1024 + 2048] for n in long[:: len(long) // 49][:49]]
+    parts = {"train": [t for n, t in texts.items() if n not in held_out and t], "valid": valid}
+    symbols = Dictionary()
+    for byte in range(256):
+        symbols.add_symbol(str(byte), n=256 - byte)
+    (RUNS / "data").mkdir(parents=True, exist_ok=True)
+    symbols.save(str(RUNS / "data/dict.txt"))
+    for part, of_part in parts.items():
+        path = str(RUNS / "data" / part)
+        builder = indexed_dataset.make_builder(path + ".bin", "mmap", vocab_size=len(symbols))
+        for text in of_part:
+            numbers = numpy.frombuffer(text, numpy.uint8).astype(numpy.int64) + symbols.nspecial
+            builder.add_item(torch.from_numpy(numpy.append(numbers, symbols.eos())))
+        builder.finalize(path + ".idx")
+        print(f"{part}: {len(of_part)} files, {sum(map(len, of_part)):,} bytes")
+
+
+def train(updates: int, jobs: int) -> None:
+    """Run the queue; a run that has ended is not run again."""
+
+    def run(job: tuple[int, str]) -> None:
+        seed, name = job
+        folder = RUNS / f"{name}-seed{seed}"
+        if (folder / "checkpoint_last.pt").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        own = ["--save-dir", folder, "--log-file", folder / "train.log", "--max-update", updates]
+        command = ["fairseq-train", *words(name), *map(str, own), "--seed", str(seed)]
+        with (folder / "output").open("w") as output:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, QUEUE))
+
+
+def measure(turns: int) -> None:
+    """Time updates of all settings in turns: the wall clock, and this process on processors."""
+    import torch
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from models import Run
+
+    torch.set_num_threads(1)
+    runs, samples = {}, []
+    for name in SETTINGS:
+        parsed = options.parse_args_and_arch(options.get_training_parser(), words(name))
+        runs[name] = Run("moe", convert_namespace_to_omegaconf(parsed))
+        trainer, last = runs[name].trainer, RUNS / f"{name}-seed1/checkpoint_last.pt"
+        trainer.load_checkpoint(str(last), True, True, {}, True)  # weights alone
+        if not samples:
+            trainer.task.load_dataset("train")
+            data = trainer.task.dataset("train")
+            samples = [data.collater([data[8 * n + i] for i in range(8)]) for n in range(16)]
+    clocks = {"wall": time.perf_counter, "processor": time.process_time}
+    times = {name: {clock: [] for clock in clocks} for name in SETTINGS}
+    for turn in range(-2, turns):
+        for name in random.Random(turn).sample(list(SETTINGS), len(SETTINGS)):
+            begin = {clock: now() for clock, now in clocks.items()}
+            runs[name].update(samples[turn % len(samples)])
+            for clock, now in clocks.items() if turn >= 0 else ():
+                times[name][clock].append(now() - begin[clock])
+    for name, of in times.items():
+        each = {clock: statistics.median(values) for clock, values in of.items()}
+        ratio = [a / b for a, b in zip(of["processor"], times["dense"]["processor"], strict=True)]
+        print(name, each, "over dense:", median_interval(ratio))
+    about = describe_run("experts", torch.device("cpu"))
+    seconds = {name: statistics.median(of["processor"]) for name, of in times.items()}
+    write_json({**about, "seconds_per_update": seconds, "seconds": times}, RESULT)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("data", "train", "time"))
+    parser.add_argument("--updates", type=int, default=2500)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--turns", type=int, default=30)
+    given = parser.parse_args()
+    if given.part == "data":
+        write_data()
+    elif given.part == "train":
+        train(given.updates, given.jobs)
+    else:
+        measure(given.turns)
