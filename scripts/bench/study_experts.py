@@ -32,6 +32,7 @@ COMMON = """--task language_modeling --tokens-per-sample 256 --batch-size 8
  --lr 0.002 --lr-scheduler inverse_sqrt --warmup-updates 250 --cpu --num-workers 0
  --validate-interval-updates 250 --batch-size-valid 8 --no-epoch-checkpoints
  --log-format json --log-interval 50"""
+PACKAGES = ("torch", "fairseq", "numpy", "sympy", "setuptools")  # beside the standard library
 EXPERTS = """--user-dir fairseq_tutel --arch transformer_lm_gpt_moe --criterion moe_cross_entropy
  --moe-gate-loss-combine-method sum --moe-expert-count"""
 BIAS = """--moe-second-expert-policy all --moe-capacity-factor 0 --moe-load-bias quantile
@@ -69,9 +70,11 @@ def write_data() -> None:
     from fairseq.data import Dictionary, indexed_dataset
 
     files: dict[str, Path] = {}
-    for folder in sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}):
-        for file in Path(folder).rglob("*.py"):
-            files.setdefault(str(file.relative_to(folder)), file)
+    packages = Path(sysconfig.get_path("purelib"))
+    for folder in (Path(sysconfig.get_path("stdlib")), *map(packages.joinpath, PACKAGES)):
+        for file in folder.rglob("*.py"):
+            if "-packages" not in str(file.relative_to(folder)):  # of another environment
+                files[f"{folder.name}/{file.relative_to(folder)}"] = file
     texts = {name: files[name].read_bytes() for name in sorted(files)}
     held_out = {n for n in texts if hashlib.sha256(n.encode()).digest()[0] < 8}
     long = [n for n in texts if n in held_out and len(texts[n]) > 4096]
@@ -149,7 +152,7 @@ def measure(turns: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("data", "train", "time"))
-    parser.add_argument("--updates", type=int, default=2500)
+    parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--turns", type=int, default=30)
     given = parser.parse_args()
