@@ -39,19 +39,19 @@ BIAS = """--moe-second-expert-policy all --moe-capacity-factor 0 --moe-load-bias
  --moe-gate-loss-wt 0.001"""
 META = "--moe-gate-loss-wt 0.01"  # capacity 1, sampled second experts; the weight of README.moe.md
 HALF = "--moe-top-k 2 --moe-expert-ffn-dim 256"  # two experts of half the width
-# setting -> options, seeds; the first two make the headline
+# setting -> options, seeds, updates; the first two make the headline
 SETTINGS = {
-    "dense": ("--arch transformer_lm_gpt --criterion cross_entropy", 3),
-    "8-top1": (f"{EXPERTS} 8 --moe-top-k 1 {BIAS}", 3),
-    "8-top1-meta": (f"{EXPERTS} 8 --moe-top-k 1 {META}", 1),
-    "8-top1-gateloss": (f"{EXPERTS} 8 --moe-top-k 1 --moe-capacity-factor 0 {META}", 1),
-    "8-top2": (f"{EXPERTS} 8 {HALF} {BIAS}", 1),
-    "32-top1": (f"{EXPERTS} 32 --moe-top-k 1 {BIAS}", 1),
-    "32-top2": (f"{EXPERTS} 32 {HALF} {BIAS}", 1),
-    "8-top2-meta": (f"{EXPERTS} 8 {HALF} {META}", 1),
+    "dense": ("--arch transformer_lm_gpt --criterion cross_entropy", 3, 2000),
+    "8-top1": (f"{EXPERTS} 8 --moe-top-k 1 {BIAS}", 3, 2000),
+    "8-top1-meta": (f"{EXPERTS} 8 --moe-top-k 1 {META}", 1, 1200),
+    "8-top1-gateloss": (f"{EXPERTS} 8 --moe-top-k 1 --moe-capacity-factor 0 {META}", 1, 1200),
+    "8-top2": (f"{EXPERTS} 8 {HALF} {BIAS}", 1, 1200),
+    "32-top1": (f"{EXPERTS} 32 --moe-top-k 1 {BIAS}", 1, 1200),
+    "32-top2": (f"{EXPERTS} 32 {HALF} {BIAS}", 1, 1200),
+    "8-top2-meta": (f"{EXPERTS} 8 {HALF} {META}", 1, 1200),
 }
 # seed by seed, so that an early end leaves whole pairs
-QUEUE = sorted(((s, name) for name, (_, n) in SETTINGS.items() for s in range(1, n + 1)),
+QUEUE = sorted(((s, name) for name, (_, n, _) in SETTINGS.items() for s in range(1, n + 1)),
                key=lambda run: (SETTINGS[run[1]][1] == 1, run[0]))  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def write_data() -> None:
         print(f"{part}: {len(of_part)} files, {sum(map(len, of_part)):,} bytes")
 
 
-def train(updates: int, jobs: int) -> None:
+def train(jobs: int) -> None:
     """Run the queue; a run that has ended is not run again."""
 
     def run(job: tuple[int, str]) -> None:
@@ -104,7 +104,8 @@ def train(updates: int, jobs: int) -> None:
         if (folder / "checkpoint_last.pt").exists():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        own = ["--save-dir", folder, "--log-file", folder / "train.log", "--max-update", updates]
+        own = ["--save-dir", folder, "--log-file", folder / "train.log"]
+        own += ["--max-update", SETTINGS[name][2]]
         command = ["fairseq-train", *words(name), *map(str, own), "--seed", str(seed)]
         with (folder / "output").open("w") as output:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -152,13 +153,12 @@ def measure(turns: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("data", "train", "time"))
-    parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--turns", type=int, default=30)
     given = parser.parse_args()
     if given.part == "data":
         write_data()
     elif given.part == "train":
-        train(given.updates, given.jobs)
+        train(given.jobs)
     else:
         measure(given.turns)
