@@ -10,12 +10,15 @@ from .force_load import share_ends
 from .formats import STORED_FORMATS, WIRE_FORMATS, WIRES
 from .growth import GrowAt
 from .options import OptionError, above, at_least, option
+from .presets import GATE_LOSS_WEIGHTS, PRESETS, with_preset
 from .registry import EXCHANGES, EXPERTS, ROUTERS, Options
 from .routing import EXPERT_GRAD_NORMALIZATIONS, MoEConfig
 
 __all__ = [
     "EXCHANGES",
     "EXPERTS",
+    "GATE_LOSS_WEIGHTS",
+    "PRESETS",
     "ROUTERS",
     "ExchangeConfig",
     "ExpertConfig",
@@ -25,4 +28,5 @@ __all__ = [
     "above",
     "at_least",
     "option",
+    "with_preset",
 ]

@@ -22,6 +22,7 @@ from .options import (
     documented,
     option,
 )
+from .presets import PRESETS
 from .registry import ROUTERS, Options
 
 # divisors of expert gradients: an option of training
@@ -63,7 +64,7 @@ class MoEConfig:
         "noise on the logits; 'random': the next best, kept with probability K * its gate value "
         "(GShard, arXiv 2006.16668, section 3.2). Evaluation takes the next best",
         choices=("sampling", "all", "random"),
-        flag_default="sampling",
+        flag_default=PRESETS["meta"]["second_expert_policy"],
     )
     normalize_before_dropping: bool = option(
         False,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ExpertConfig, MoEConfig
+from ..config import ExpertConfig, MoEConfig, with_preset
 from ..distributed import ExpertParallelGroups, PassState, StepAgreement, StepSettings, build_groups
 from .experts import OwnExperts, is_function
 from .routers import Router
@@ -44,16 +44,23 @@ def by_config(
 
 
 def routing_config(
-    config: MoEConfig | None, num_experts: int | None, options: Mapping[str, Any]
+    config: MoEConfig | None,
+    num_experts: int | None,
+    options: Mapping[str, Any],
+    preset: str | None = None,
 ) -> MoEConfig:
-    """Return the options of routing, from ``config`` or from single options.
+    """Return the options of routing, from ``config`` or from single options over a preset.
 
     Raise ValueError without a number of experts, and for options beside ``config``.
     """
     if config is None:
         if num_experts is None:
             raise ValueError("an MoE layer needs num_experts, or a config")
+        if preset is not None:
+            options = with_preset(preset, options, num_experts)
         return MoEConfig(num_experts=num_experts, **options)
+    if preset is not None:
+        options = {"preset": preset, **options}
     if num_experts not in (None, config.num_experts) or options:
         given = {"num_experts": num_experts, **options}
         raise ValueError(f"config holds all options of routing; given beside it: {given}")

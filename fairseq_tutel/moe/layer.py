@@ -62,6 +62,8 @@ class MoELayer(nn.Module):
         num_experts (int): E, experts over all ranks (default None: given by ``config``).
         hidden_dim (int): F, hidden dimension of the built-in experts (default None: 4*M).
         config (MoEConfig): all options of routing in one (default None: given singly).
+        preset (str): "balanced", recommended options of routing, or "meta", those of Meta's code;
+            single options win (default None: MoEConfig's).
         gate (nn.Module): a :class:`~fairseq_tutel.moe.routers.Router`, or a module that maps
             [T, M] to logits [T, E], under the caller's autocast, which are cast to fp32 (default
             None: the router that ``config.router`` names).
@@ -95,6 +97,7 @@ class MoELayer(nn.Module):
         hidden_dim: int | None = None,
         *,
         config: MoEConfig | None = None,
+        preset: str | None = None,
         gate: nn.Module | None = None,
         experts: ExpertConfig | OwnExperts | None = None,
         groups: distributed.ExpertParallelGroups | None = None,
@@ -109,7 +112,7 @@ class MoELayer(nn.Module):
         super().__init__()
         *names, _ = inspect.signature(MoELayer).parameters
         of_routing, of_experts = arguments.by_config(options, names)
-        self.config = arguments.routing_config(config, num_experts, of_routing)
+        self.config = arguments.routing_config(config, num_experts, of_routing, preset)
         network, own = arguments.expert_config(experts, of_experts, hidden_dim)
         self.layer_index, self.compute_aux = layer_index, compute_aux
         self.update_load = UpdateLoad()

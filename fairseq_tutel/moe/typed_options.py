@@ -83,6 +83,7 @@ class BlockOptions(LayerOptions, total=False):
 
     hidden_dim: int | None
     config: MoEConfig | None
+    preset: str | None
     gate: nn.Module | None
     experts: ExpertConfig | OwnExperts | None
     exchange: ExchangeConfig | str

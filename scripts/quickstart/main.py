@@ -38,8 +38,8 @@ PLUGIN = "--user-dir fairseq_tutel --task language_modeling --required-batch-siz
 TRAIN = f"""{PLUGIN} --arch transformer_lm_gpt_moe
     --decoder-layers 4 --decoder-attention-heads 4
     --decoder-embed-dim 256 --decoder-ffn-embed-dim 1024 --dropout 0.0 --attention-dropout 0.0
-    --moe-freq 2 --moe-top-k 2 --moe-second-expert-policy all --moe-load-log-interval 5
-    --criterion moe_cross_entropy --moe-gate-loss-wt 0.05 --moe-gate-loss-combine-method sum
+    --moe-freq 2 --moe-top-k 2 --moe-preset balanced --moe-load-log-interval 5
+    --criterion moe_cross_entropy
     --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {max(1, SAMPLES_PER_UPDATE // RANKS)}"""
 EVAL = f"""fairseq-eval-lm data {PLUGIN} --path checkpoints/checkpoint_last.pt --gen-subset {{side}}
     --tokens-per-sample {TOKENS_PER_SAMPLE} --batch-size {SAMPLES_PER_UPDATE}"""
@@ -130,11 +130,7 @@ after {self.updates} updates{"":15}{end:,.1f}   ({start / end:,.0f} times less)
 fairseq-eval-lm, valid and test  {valid:,.1f} and {test:,.1f}   (1 process)
 training                         {mean["wps"]:,.0f} tokens/s on {RANKS} {"GPU" if GPUS else "CPU"} \
 ranks, {EXPERTS} experts in each MoE layer
-experts: rows in use             {mean["moe_util_slot"]:.1f} %
 experts: mean load / largest     {mean["moe_util_load"]:.1f} %
-experts: choices dropped         {mean["moe_drop"]:.1f} %
-to use more of them              --moe-load-bias quantile --moe-overflow-rerouting 4
-                                 (fairseq_tutel/integrations/fairseq/options/TABLE.md)
 everything, with the pictures    {self.folder}""")
         return start / end
 

@@ -19,12 +19,16 @@ class GateLoss:
     """Gate loss of a model, added to one criterion.
 
     Attributes:
+        gate_loss_weight: weight of the gate loss.
         logs: entries about the routing, one for each call of the criterion; the reader empties it.
         ignored: whether the trainer ignores the present batch, which is a dummy.
     """
 
-    def __init__(self, model: Any, criterion: Any, weight: float, combine_method: str):
-        self._model, self._weight, self._method = model, weight, str(combine_method)
+    default_weight = 0.01
+
+    def __init__(self, model: Any, criterion: Any, combine_method: str):
+        self._model, self._method = model, str(combine_method)
+        self.gate_loss_weight = self.default_weight
         self._collecting: Any = None  # while the criterion runs
         self.logs: list[dict[str, Any]] = []
         self.ignored = False
@@ -56,9 +60,9 @@ class GateLoss:
         gate_loss = combined_loss(extra["moe"], self._method, loss)
         log = routing_log(self._model, gate_loss, _plain(sample_size), extra)
         self.logs.append(_zeros(log) if self.ignored else log)
-        if not self._model.training or not self._weight or not extra["moe"]:
+        if not self._model.training or not self.gate_loss_weight or not extra["moe"]:
             return None
-        return (loss + self._weight * sample_size * gate_loss, sample_size, *others)
+        return (loss + self.gate_loss_weight * sample_size * gate_loss, sample_size, *others)
 
 
 def _plain(sample_size: Any) -> Any:

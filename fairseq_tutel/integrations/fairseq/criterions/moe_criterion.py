@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 
 from .... import moe
+from ....config import GATE_LOSS_WEIGHTS
 from ....config.options import at_least, check_ranges, option
 from ....moe import MoEAux, RoutingCounts
 from ....moe.load_bias import zero_counts
@@ -33,13 +34,22 @@ _RECORDS = "moe_exchange_records"  # of the layers, until the backward pass is o
 _NULL = "moe_null"  # percentage of the choices that are null experts
 
 
+def gate_loss_weight(default: float) -> Any:
+    """Return the option of a weight; a preset or ``default`` decides if it is not given."""
+    others = "".join(f"; --moe-preset {name}: {w}" for name, w in GATE_LOSS_WEIGHTS.items())
+    return option(
+        None,
+        f"weight of the gate (load balance) loss (default: {default}{others})",
+        at_least(0),
+        group="balance",
+    )
+
+
 @dataclass
 class GateLossOptions(BudgetOptions):
     """Options of fairseq's ``moe`` and ``nllb`` branches; a base of a criterion's dataclass."""
 
-    moe_gate_loss_wt: float = option(
-        1.0, "weight of the gate (load balance) loss", at_least(0), group="balance"
-    )
+    moe_gate_loss_wt: Optional[float] = gate_loss_weight(1.0)
     moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = option(
         "average", "how the losses of the MoE layers are combined", group="balance"
     )
@@ -50,12 +60,18 @@ class MoECriterion:
 
     config: type  # dataclass of the options
     budget = Budget()  # without weight
+    default_weight = 1.0  # Meta's
     _known = (0, False)  # number of a model, and whether it has MoE layers
 
-    def set_gate_loss(self, weight: float, combine_method: str, transform: str = "none") -> None:
-        """Set the options of the gate loss; raise ValueError for a weight out of range."""
+    def set_gate_loss(
+        self, weight: float | None, combine_method: str, transform: str = "none"
+    ) -> None:
+        """Set the options of the gate loss; raise ValueError for a weight out of range.
+
+        The weight is ``default_weight`` if None, unless the trainer sets that of a preset.
+        """
         check_ranges(SimpleNamespace(moe_gate_loss_wt=weight), GateLossOptions)
-        self.gate_loss_weight = weight
+        self.gate_loss_weight = self.default_weight if weight is None else weight
         self.combine_method, self.transform = str(combine_method), str(transform)
 
     def gate_loss(self, reports: list[MoEAux], like: torch.Tensor) -> torch.Tensor:

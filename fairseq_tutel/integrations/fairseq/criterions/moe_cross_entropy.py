@@ -35,7 +35,7 @@ class MoECrossEntropyCriterion(MoECriterion, CrossEntropyCriterion):
         self,
         task,
         sentence_avg,
-        moe_gate_loss_wt=1.0,
+        moe_gate_loss_wt=None,
         moe_gate_loss_combine_method="average",
         moe_gate_loss_transform="none",
         cmr_gate_loss_wt=0.0,

@@ -7,6 +7,7 @@ symbols and all targets; stock's ``label_smoothed_cross_entropy`` spreads eps ov
 
 import math
 from dataclasses import dataclass
+from typing import Optional
 
 from fairseq import utils
 from fairseq.criterions.label_smoothed_cross_entropy import (
@@ -15,9 +16,14 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 )
 from fairseq.logging import metrics
 
-from ....config.options import at_least, option
 from .conditional_routing import Budget
-from .moe_criterion import GateLossOptions, MoECriterion, log_moe_metrics, log_scalar
+from .moe_criterion import (
+    GateLossOptions,
+    MoECriterion,
+    gate_loss_weight,
+    log_moe_metrics,
+    log_scalar,
+)
 
 
 @dataclass
@@ -26,15 +32,14 @@ class MoELabelSmoothedCrossEntropyCriterionConfig(
 ):
     """Options of fairseq's ``nllb`` branch, with its defaults."""
 
-    moe_gate_loss_wt: float = option(
-        0.0, "weight of the gate (load balance) loss", at_least(0), group="balance"
-    )
+    moe_gate_loss_wt: Optional[float] = gate_loss_weight(0.0)
 
 
 class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntropyCriterion):
     """Label-smoothed cross entropy of a model with MoE layers."""
 
     config = MoELabelSmoothedCrossEntropyCriterionConfig
+    default_weight = 0.0
 
     def __init__(
         self,
@@ -43,7 +48,7 @@ class MoELabelSmoothedCrossEntropyCriterion(MoECriterion, LabelSmoothedCrossEntr
         label_smoothing=0.0,
         ignore_prefix_size=0,
         report_accuracy=False,
-        moe_gate_loss_wt=0.0,
+        moe_gate_loss_wt=None,
         moe_gate_loss_combine_method="average",
         cmr_gate_loss_wt=0.0,
         cmr_gate_loss_p=1.0,

@@ -33,10 +33,11 @@ from fairseq.models import BaseFairseqModel
 from omegaconf import OmegaConf
 from torch import nn
 
-from ....config.options import as_flag, at_least, check_needs, option
+from ....config.options import as_flag, check_needs, option
 from ....moe import layers_with_ffn
 from ....moe.model import moe_layers
-from ..criterions.moe_criterion import GateLossOptions
+from ..criterions import GateLoss
+from ..criterions.moe_criterion import GateLossOptions, gate_loss_weight
 from ..options.bundles import expand
 from ..options.fields import with_registered
 from ..options.options import MoEOptions, run_options
@@ -71,12 +72,7 @@ class AnyMoEOptions(MoEOptions, FairseqDataclass):
         "start every expert as the block that it replaces (on if --w2v-path gives trained ones)",
         group="size",
     )
-    moe_gate_loss_wt: float = option(
-        0.01,
-        "weight of the gate (load balance) loss, added to any criterion",
-        at_least(0),
-        group="balance",
-    )
+    moe_gate_loss_wt: Optional[float] = gate_loss_weight(GateLoss.default_weight)
     moe_gate_loss_combine_method: ChoiceEnum(["sum", "average"]) = option(
         "average", "how the losses of the MoE layers are combined", group="balance"
     )

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
 
-from ....config import ExchangeConfig, ExpertConfig, MoEConfig
+from ....config import PRESETS, ExchangeConfig, ExpertConfig, MoEConfig
 from ....config.options import NO_FLAG, SAME, alias_name, as_flag, flag_name, with_flags
 from ....moe import experts, routers  # noqa: F401  they register what the flags choose from
 
@@ -144,12 +144,17 @@ def _entries(field: dataclasses.Field, group: str) -> Iterator[tuple[str, Any, A
         # numbers are texts on the command line, next to "auto"
         choices = (*choices, "auto") if registry else None
         default, kind, allowed = str(default), str, None
-    if default != field.default and not meta["note"] and not meta["or_auto"]:
+    if (stated := PRESETS["meta"].get(field.name)) is not None:
+        default = None  # not given: a preset decides
+        others = "" if stated == field.default else f"; MoELayer's: {field.default}"
+        others += f"; --moe-preset balanced: {PRESETS['balanced'][field.name]}"
+        text += f" (default: {stated}{others})"
+    elif default != field.default and not meta["note"] and not meta["or_auto"]:
         given = field.default if default is None else f"{default}; MoELayer's: {field.default}"
         text += f" (default: {given})"
     if choices is not None:
         kind = ChoiceEnum(choices)
-    elif default is None:
+    if default is None:
         kind = Optional[kind]
     alias = alias_name(field)
     if alias:

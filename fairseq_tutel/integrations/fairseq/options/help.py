@@ -4,8 +4,11 @@ import dataclasses
 import enum
 import re
 import textwrap
+import typing
 from collections.abc import Iterable, Iterator
 
+from ....config import GATE_LOSS_WEIGHTS, PRESETS
+from ....config.options import as_flag
 from ..criterions import CRITERIONS
 from ..models import ARCHITECTURES
 from . import command_line
@@ -13,13 +16,13 @@ from .bundles import BUNDLES, keys_of, members
 
 # what a first training may need
 _FIRST = (
+    "moe_preset",
     "moe_expert_count",
     "moe_freq",
     "moe_expert_ffn_dim",
     "moe_expert_network",
     "moe_router",
     "moe_top_k",
-    "moe_second_expert_policy",
     "moe_capacity_factor",
     "moe_eval_capacity_factor",
     "moe_gate_loss_wt",
@@ -43,10 +46,6 @@ _META_FLAGS = {
 }
 _DEFAULT = re.compile(r"(.*?)(?: \(default: (.*)\))?")
 _WORDS = {"None": "none", "False": "off"}
-RECIPE = """\
-  --moe-top-k 2 --moe-second-expert-policy all --moe-capacity-factor 1.0
-  --moe-load-bias quantile --moe-overflow-rerouting 4 --moe-gate-loss-wt 0.001
-"""
 _USAGE = """\
 usage: fairseq-train DATA --user-dir fairseq_tutel --arch {names}
          --criterion moe_cross_entropy [option ...]
@@ -54,9 +53,10 @@ usage: fairseq-train DATA --user-dir fairseq_tutel --arch {names}
 Beside the options of fairseq's own models and of its trainer (fairseq-train --help):
 """
 _OTHERS = """
-balanced experts, in one recipe (the next best experts, a bias that follows the load, another try
-if an expert is full, and a small balance loss):
-{recipe}
+recommended for new models: --moe-preset balanced. It sets
+  {preset}
+unless you give one of them.
+
 other commands, each with --help:
   python -m fairseq_tutel.launch       start the ranks, or adopt those of SLURM, torchrun or MPI
   python -m fairseq_tutel.plan         parameters, memory and speed of a configuration, on paper
@@ -121,8 +121,9 @@ def rows(fields: list[dataclasses.Field]) -> Iterator[tuple[str, str, str]]:
 
 
 def _choices(field: dataclasses.Field) -> str:
-    is_choice = isinstance(field.type, enum.EnumMeta)
-    return f" {{{','.join(choice.value for choice in field.type)}}}" if is_choice else ""
+    kind = next(iter(typing.get_args(field.type)), field.type)  # of an Optional
+    is_choice = isinstance(kind, enum.EnumMeta)
+    return f" {{{','.join(choice.value for choice in kind)}}}" if is_choice else ""
 
 
 def _default_and_text(field: dataclasses.Field) -> tuple[str, str]:
@@ -146,7 +147,12 @@ def plain_text(everything: bool = True) -> str:
         if not everything:
             parts.append("all options: python -m fairseq_tutel options [WORD ...]\n")
             break
-    return "\n".join(parts) + _OTHERS.format(recipe=RECIPE)
+    return "\n".join(parts) + _OTHERS.format(preset=_preset())
+
+
+def _preset() -> str:
+    values = {**PRESETS["balanced"], "gate_loss_wt": GATE_LOSS_WEIGHTS["balanced"]}
+    return " ".join(as_flag(f"moe_{name}", value) for name, value in values.items())
 
 
 def _entry(row: tuple[str, str, str]) -> str:

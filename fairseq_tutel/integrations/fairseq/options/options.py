@@ -14,11 +14,13 @@ from fairseq.dataclass import ChoiceEnum
 from ....config import (
     EXPERT_GRAD_NORMALIZATIONS,
     EXPERT_PLACEMENTS,
+    PRESETS,
     ExchangeConfig,
     ExpertConfig,
     GrowAt,
     MoEConfig,
     OptionError,
+    with_preset,
 )
 from ....config.options import FRACTION, above, as_flag, at_least, check_ranges, option, with_flags
 from . import benchmark
@@ -84,6 +86,11 @@ class MoEOptions(
 
     moe_router_options: Optional[str] = _bundle(_routing, "moe_router_options")
     moe_gate_loss_options: Optional[str] = _bundle(_balance, "moe_gate_loss_options")
+    moe_preset: ChoiceEnum(tuple(PRESETS)) = _routing(
+        "meta",
+        "values of options that are not given: 'meta': as Meta's code; 'balanced': dropless, with "
+        "a load bias and a small gate loss (recommended)",
+    )
     moe_top1_expert: bool = option(False, "former name of --moe-top-k 1")
     moe_gating_use_model_dtype: bool = _routing(
         False, "round the gate's logits to the model's dtype (turns fp32 gating off)"
@@ -278,10 +285,13 @@ def _check_frequencies(args: Any) -> None:
 
 def moe_config(args: Any, num_experts: int) -> MoEConfig:
     """Return the routing options; raise ValueError if they contradict each other."""
+    preset = str(getattr(args, "moe_preset", None) or "meta")  # older checkpoints have none
     values = values_of(MoEConfig, args)
-    _resolve_capacity(values, args.moe_top1_expert)
+    capacity = PRESETS[preset]["capacity_factor"]
+    _resolve_capacity(values, args.moe_top1_expert, capacity)
     if num_experts == 1:
         values.setdefault("top_k", 1)  # the default of 2 is for two experts or more
+    values = with_preset(preset, values, num_experts)
     if args.moe_gating_use_model_dtype:
         if values.get("gating_fp32"):
             raise ValueError("--moe-gating-use-fp32 contradicts --moe-gating-use-model-dtype")
@@ -299,7 +309,7 @@ def _built(config: Any, values: dict[str, Any]) -> Any:
         raise ValueError(with_flags(error.text, *CONFIGS)) from None
 
 
-def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
+def _resolve_capacity(values: dict[str, Any], top1_expert: bool, default: float) -> None:
     """Translate Meta's options for K and the evaluation capacity into those of MoEConfig."""
     if top1_expert and values.setdefault("top_k", 1) != 1:
         raise ValueError(f"--moe-top1-expert contradicts --moe-top-k {values['top_k']}: give one")
@@ -313,7 +323,7 @@ def _resolve_capacity(values: dict[str, Any], top1_expert: bool) -> None:
         )
     if fraction <= 0:  # its 2021 meaning: evaluate with the training formula
         del values["eval_capacity_token_fraction"]
-        values["eval_capacity_factor"] = values.get("capacity_factor", MoEConfig.capacity_factor)
+        values["eval_capacity_factor"] = values.get("capacity_factor", default)
 
 
 def exchange_config(args: Any) -> ExchangeConfig:

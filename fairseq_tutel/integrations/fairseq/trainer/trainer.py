@@ -8,6 +8,7 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 
+from ....config import GATE_LOSS_WEIGHTS, PRESETS
 from ....config.options import as_flag, check_needs
 from ....distributed import copies_of, gather_objects, is_expert, process_world
 from ....moe.model import moe_layers
@@ -71,6 +72,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         _refuse_decoding(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         self._gate_loss = _gate_loss(cfg.model, model, criterion)
+        logger.info(_use_preset(cfg, model, self._gate_loss or criterion))
         self._routing_logs = []  # of all ranks, if a GateLoss makes them
         self._moves_load_bias = _moves_load_bias(model, criterion)
         logger.info(_parameters(model))
@@ -302,8 +304,30 @@ def _gate_loss(options, model, criterion) -> GateLoss | None:
     """Let any criterion add the gate loss of a model that does not report by itself."""
     if isinstance(criterion, MoECriterion) or not hasattr(model, "moe_reports_are_collected"):
         return None
-    names = "moe_gate_loss_wt", "moe_gate_loss_combine_method"
-    return GateLoss(model, criterion, *(getattr(options, each, _default(each)) for each in names))
+    name = "moe_gate_loss_combine_method"
+    return GateLoss(model, criterion, getattr(options, name, _default(name)))
+
+
+def _use_preset(cfg, model, criterion) -> str:
+    """Give the criterion, or a GateLoss, its weight; return a line about the preset.
+
+    The config then says what options the run has, whatever the preset is in other versions.
+    """
+    preset = str(getattr(cfg.model, "moe_preset", None) or "meta")
+    routing = next(iter(model.moe_layers.values())).config
+    used = {f"moe_{name}": getattr(routing, name) for name in PRESETS["meta"]}
+    for name, value in used.items():
+        if hasattr(cfg.model, name):
+            setattr(cfg.model, name, value)
+    if isinstance(criterion, MoECriterion | GateLoss):
+        section = cfg.model if isinstance(criterion, GateLoss) else cfg.criterion
+        weight = getattr(section, "moe_gate_loss_wt", None)
+        if weight is None:
+            weight = GATE_LOSS_WEIGHTS.get(preset, criterion.default_weight)
+        criterion.gate_loss_weight = used["moe_gate_loss_wt"] = weight
+        with open_dict(cfg):  # only a part of the model may have options of experts
+            section.moe_gate_loss_wt = weight
+    return f"--moe-preset {preset}: {' '.join(as_flag(*each) for each in used.items())}"
 
 
 def _default(name: str):
