@@ -193,8 +193,18 @@ def test_runs_are_compared_by_updates_and_by_seconds(tmp_path, capsys, monkeypat
     assert [line.split(": ")[1] for line in rows[-3:]] == ["no operations"] * 3
     assert path.endswith("comparison.png") and (tmp_path / "out/comparison.png").stat().st_size
     assert picture.compare.known_axes(figures[0][0][0]) == ["updates", "tokens", "seconds"]
+    # measured apart: 0.1 s and 0.2 s per update, so after 2 s the experts have made 10 updates
+    speeds = tmp_path / "speeds.json"
+    speeds.write_text('{"seconds_per_update": {"dense": 0.1, "experts": 0.2}}')
+    apart = ["--seconds-per-update", str(speeds), "--out", str(tmp_path)]
+    assert picture.main([*dense, f"experts={experts}", *apart]) == 0
+    said = re.sub(" +", " ", capsys.readouterr().out)
+    assert "gap at equal seconds - -1.150 (-1.200 to -1.100)" in said
+    assert "tokens/s 5,120 2,560" in said
     for words, said in (
         ([*dense, "--log", "a"], "--log names the log of one run"),
+        ([dense[0], f"x={experts}", *apart], "has no seconds of x, only of dense, experts"),
+        ([dense[0], *apart], "is for a comparison of several runs"),
         ([dense[0], str(tmp_path / "none")], "there is no log"),
         ([dense[0], str(write(tmp_path / "b.log", ["nothing"]))], "no lines of training"),
     ):

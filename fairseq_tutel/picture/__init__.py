@@ -14,7 +14,9 @@ A picture is left out if its file is missing; if all are, a line for each says h
 Several runs are compared: ``python -m fairseq_tutel.picture [NAME=]RUN [NAME=]RUN ...``, where a
 run is a SAVE_DIR or a log. Runs of one name, or of names that differ in -seedN or -sN alone, are
 seeds of one setting. A table and comparison.png have the held-out loss over updates, tokens,
-operations (of the planner, from checkpoint_last.pt) and seconds of training.
+operations (of the planner, from checkpoint_last.pt) and seconds of training. On a machine that
+others use, too, --seconds-per-update FILE gives seconds that were measured apart, as JSON:
+{"seconds_per_update": {"NAME": 0.21, ...}}.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..command_line import CommandLine
-from .compare import Run, draw_comparison, read_run, split_name, table
+from .compare import Run, draw_comparison, read_run, read_speeds, split_name, table
 from .logs import Curves, newest_log, read_log, read_metrics, resumed_at
 from .run_files import BLUE, COLORS, GREY, RED, order_of_layer, read_lines
 from .trace import draw_trace, read_traces
@@ -168,11 +170,20 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
     return pictures, missing
 
 
-def compare_runs(words: Sequence[str], picture: Path) -> list[str]:
-    """Draw runs of several settings, each ``[NAME=]PATH``, and return the lines of their table."""
+def compare_runs(words: Sequence[str], picture: Path, speeds: Path | None = None) -> list[str]:
+    """Draw runs of several settings, each ``[NAME=]PATH``, and return the lines of their table.
+
+    ``speeds``: file of :func:`read_speeds` (default None: seconds are those of the logs).
+    """
     settings: dict[str, list[Run]] = {}
+    seconds = None if speeds is None else read_speeds(speeds)
     for name, path in map(split_name, words):
-        settings.setdefault(name, []).append(read_run(path))
+        run = read_run(path)
+        if seconds is not None:
+            if name not in seconds:
+                raise ValueError(f"{speeds} has no seconds of {name}, only of {', '.join(seconds)}")
+            run = run.at_speed(seconds[name])
+        settings.setdefault(name, []).append(run)
     for logger in (None, "fairseq"):  # fairseq's import, for operations, turns both up
         logging.getLogger(logger).setLevel(logging.WARNING)
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -195,11 +206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the pictures (default: SAVE_DIR)"
     )
+    parser.add_argument(
+        "--seconds-per-update", type=Path, metavar="FILE", help="of several runs, see above"
+    )
     options = parser.parse_args(argv)
     folder, logs = Path(options.save_dir[0]), options.log or []
     several = len(options.save_dir) > 1
     if several and logs or len(logs) > 1:
         parser.error("--log names the log of one run; compare runs by their folders or logs alone")
+    if options.seconds_per_update and not several:
+        parser.error("--seconds-per-update is for a comparison of several runs")
     if not several and not folder.is_dir():
         parser.error(f"{folder}: there is no such folder")
     if logs and not logs[0].is_file():
@@ -208,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(1, f"{parser.prog}: error: matplotlib is missing: pip install matplotlib\n")
     if several:
         try:
-            lines = compare_runs(options.save_dir, (options.out or Path()) / "comparison.png")
+            picture = (options.out or Path()) / "comparison.png"
+            lines = compare_runs(options.save_dir, picture, options.seconds_per_update)
         except (ValueError, OSError) as error:
             parser.error(str(error))
         sys.stdout.write("".join(f"{line}\n" for line in lines))

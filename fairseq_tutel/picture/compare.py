@@ -3,12 +3,14 @@
 Runs of one name are seeds of one setting: its line is their mean, its band their smallest and
 largest value. Updates, tokens and seconds of training (validation aside) come from the log's
 ``wpb`` and ``train_wall``, operations from the planner's count for the options of the checkpoint.
+Runs that shared their machine with others can have seconds of an update that were measured apart.
 """
 
+import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -42,6 +44,22 @@ class Run:
     points: list[Point]
     means: dict[str, float]
     note: str | None = None  # why operations cannot be counted
+
+    def at_speed(self, seconds: float) -> "Run":
+        """Return the run as if every update had taken so many seconds."""
+        points = [replace(p, seconds=seconds * p.updates) for p in self.points]
+        last = points[-1]
+        return replace(
+            self, points=points, means={**self.means, "tokens_per_s": last.tokens / last.seconds}
+        )
+
+
+def read_speeds(file: Path) -> dict[str, float]:
+    """Return ``seconds_per_update`` of a JSON file: seconds by name of a setting."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["seconds_per_update"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'{file}: expected {{"seconds_per_update": {{NAME: S}}}}') from error
 
 
 def split_name(text: str) -> tuple[str, Path]:
