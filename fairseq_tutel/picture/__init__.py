@@ -187,7 +187,8 @@ def compare_runs(words: Sequence[str], picture: Path, speeds: Path | None = None
     for logger in (None, "fairseq"):  # fairseq's import, for operations, turns both up
         logging.getLogger(logger).setLevel(logging.WARNING)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(settings, picture)
+    how = {} if speeds is None else {"time": "seconds: updates x seconds of one, measured apart"}
+    draw_comparison(settings, picture, **how)
     notes = [run.note for runs in settings.values() for run in runs if run.note]
     return [*table(settings), *notes, str(picture)]
 

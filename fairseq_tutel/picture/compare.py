@@ -178,12 +178,20 @@ def known_axes(settings: Mapping[str, Sequence[Run]]) -> list[str]:
     return [name for name in names if all(getattr(p, name) is not None for p in points)]
 
 
-def draw_comparison(settings: Mapping[str, Sequence[Run]], picture: Path) -> None:
-    """Draw the held-out loss over each axis that all runs know."""
+def draw_comparison(
+    settings: Mapping[str, Sequence[Run]], picture: Path, time: str = "seconds of training"
+) -> None:
+    """Draw the held-out loss over each axis that all runs know; ``time`` is the title of seconds.
+
+    Tokens are left out if all updates have as many.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     axes_of = known_axes(settings)
+    runs_of = [run for runs in settings.values() for run in runs]
+    if len({round(p.tokens / p.updates) for run in runs_of for p in run.points}) == 1:
+        axes_of.remove("tokens")
     figure = Figure(figsize=(4 * len(axes_of), 3.6), layout="constrained")
     grid = figure.subplots(1, len(axes_of), sharey=True, squeeze=False)[0]
     for axes, name in zip(grid, axes_of, strict=True):
@@ -201,11 +209,11 @@ def draw_comparison(settings: Mapping[str, Sequence[Run]], picture: Path) -> Non
             axes.fill_between(
                 xs, list(map(min, bits)), list(map(max, bits)), color=color, alpha=0.25
             )
-        axes.set(xlabel="seconds of training" if name == "seconds" else name)
+        axes.set(xlabel=time if name == "seconds" else name)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
     # the first validations would squeeze the rest
-    most = sorted(p.bits for runs in settings.values() for run in runs for p in run.points)
-    grid[0].set(ylabel="held-out loss (bits)", ylim=(None, most[int(0.95 * (len(most) - 1))]))
+    most = sorted(p.bits for run in runs_of for p in run.points)
+    grid[0].set(ylabel="held-out loss (bits)", ylim=(None, most[int(0.8 * (len(most) - 1))]))
     grid[-1].legend()
     figure.savefig(picture, dpi=150)

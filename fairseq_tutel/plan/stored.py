@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import find_checkpoint, load_file
+from ..checkpoint import find_checkpoint, load_file, read_set
 from ..integrations.fairseq import register
 from ..integrations.fairseq.models import ARCHITECTURES, name_with_experts
 from ..integrations.fairseq.programs.evaluation import with_options_of_today
@@ -21,11 +21,14 @@ def operations_per_token(checkpoint: Path) -> float:
     Raises:
         ValueError: there is no such checkpoint, or the planner cannot count its model.
     """
-    found = find_checkpoint(str(checkpoint))
+    path = str(checkpoint)
+    found = find_checkpoint(path)
     if found is None:
         raise ValueError(f"{checkpoint}: there is no such checkpoint")
     register()
-    state = with_options_of_today(load_file(found[1]), found[1])
+    kind, file = found
+    state = dict(read_set(path).shared) if kind == "set" else load_file(file)
+    state = with_options_of_today(state, path)
     stored: Any = state.get("cfg")
     if stored is None:
         raise ValueError(f"{checkpoint} has no config (cfg)")

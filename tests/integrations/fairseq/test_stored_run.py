@@ -15,7 +15,7 @@ from helpers.distributed import run_ranks
 from helpers.training import make_batch, make_trainer, own_batches, record_updates
 
 from fairseq_tutel import picture
-from fairseq_tutel.checkpoint import load_for_rank, save_set
+from fairseq_tutel.checkpoint import load_for_rank, reshard, save_set
 from fairseq_tutel.checkpoint.state import with_options
 from fairseq_tutel.plan.compose import load_config
 from fairseq_tutel.plan.parameters import count_parameters
@@ -95,6 +95,8 @@ def test_operations_are_counted_from_a_checkpoint(checkpoint, tmp_path):
     parameters = count_parameters(settings)
     work = count_work(settings, parameters, count_traffic(settings, parameters))
     assert operations_per_token(checkpoint) == work.model_flops
+    resharded = reshard(checkpoint, str(tmp_path / "indexed.pt"), 1)
+    assert operations_per_token(resharded) == work.model_flops
     state = load_for_rank(checkpoint, rank=0, world_size=1)
     options = {key: value for key, value in state["cfg"]["model"].items() if "moe" not in key}
     state["cfg"]["model"] = {**options, "_name": "transformer_lm_gpt"}
