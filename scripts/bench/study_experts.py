@@ -1,30 +1,26 @@
-"""Do experts pay? Dense and sparse language models of Python sources, with equal operations.
+r"""Do experts pay? Dense and sparse language models of Python sources, with equal operations.
 
-    python scripts/bench/study_experts.py data          # the data-bin: runs/study/data
-    python scripts/bench/study_experts.py train         # all runs below, two at a time
-    python scripts/bench/study_experts.py time          # seconds of an update: results/experts.json
-    python -m fairseq_tutel.picture runs/study/*-seed? --out runs/study \
+    python scripts/bench/study_experts.py data    # the data-bin: runs/study/data
+    python scripts/bench/study_experts.py train   # all runs below, two at a time
+    python scripts/bench/time_experts.py          # times and curves: results/experts.json
+    python -m fairseq_tutel.picture runs/study/{dense,8-top1}-seed? --out runs/study \
         --seconds-per-update scripts/bench/results/experts.json
 
-Training has a fixed number of updates, so that a busy machine changes no loss. The seconds of an
-update are measured apart, in turns, one thread, from the trained weights. The learning rate follows
-no horizon: a curve at any update is that of a run that ends there.
+``train --updates 8000`` goes on with the runs of several seeds. Training has a fixed number of
+updates, so that a busy machine changes no loss. The seconds of an update are measured apart, in
+turns, on one thread, from the trained weights. The learning rate follows no horizon: a curve at any
+update is that of a run that ends there.
 """
 
 import argparse
 import hashlib
 import os
-import random
-import statistics
 import subprocess
 import sysconfig
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from record import ROOT, describe_run, median_interval, write_json
-
-RUNS, RESULT = Path("runs/study"), ROOT / "scripts/bench/results/experts.json"
+RUNS = Path("runs/study")
 COMMON = """--task language_modeling --tokens-per-sample 256 --batch-size 8
  --required-batch-size-multiple 1 --decoder-layers 4 --decoder-embed-dim 128
  --decoder-ffn-embed-dim 512 --decoder-attention-heads 4 --share-decoder-input-output-embed
@@ -95,70 +91,32 @@ def write_data() -> None:
         print(f"{part}: {len(of_part)} files, {sum(map(len, of_part)):,} bytes")
 
 
-def train(jobs: int) -> None:
-    """Run the queue; a run that has ended is not run again."""
+def train(updates: int | None) -> None:
+    """Run the queue, or with ``updates`` go on with the runs of several seeds."""
 
     def run(job: tuple[int, str]) -> None:
         seed, name = job
         folder = RUNS / f"{name}-seed{seed}"
-        if (folder / "checkpoint_last.pt").exists():
+        if updates is None and (folder / "checkpoint_last.pt").exists():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        own = ["--save-dir", folder, "--log-file", folder / "train.log"]
-        own += ["--max-update", SETTINGS[name][2]]
-        command = ["fairseq-train", *words(name), *map(str, own), "--seed", str(seed)]
-        with (folder / "output").open("w") as output:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
+        own = ["--save-dir", folder, "--log-file", folder / "train.log", "--seed", seed]
+        own += ["--max-update", updates or SETTINGS[name][2]]
+        with (folder / "output").open("a") as output:
+            how = {
+                "stdout": output,
+                "stderr": output,
+                "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            }
+            subprocess.run(["fairseq-train", *words(name), *map(str, own)], **how, check=False)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, QUEUE))
-
-
-def measure(turns: int) -> None:
-    """Time updates of all settings in turns: the wall clock, and this process on processors."""
-    import torch
-    from fairseq import options
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from models import Run
-
-    torch.set_num_threads(1)
-    runs, samples = {}, []
-    for name in SETTINGS:
-        parsed = options.parse_args_and_arch(options.get_training_parser(), words(name))
-        runs[name] = Run("moe", convert_namespace_to_omegaconf(parsed))
-        trainer, last = runs[name].trainer, RUNS / f"{name}-seed1/checkpoint_last.pt"
-        trainer.load_checkpoint(str(last), True, True, {}, True)  # weights alone
-        if not samples:
-            trainer.task.load_dataset("train")
-            data = trainer.task.dataset("train")
-            samples = [data.collater([data[8 * n + i] for i in range(8)]) for n in range(16)]
-    clocks = {"wall": time.perf_counter, "processor": time.process_time}
-    times = {name: {clock: [] for clock in clocks} for name in SETTINGS}
-    for turn in range(-2, turns):
-        for name in random.Random(turn).sample(list(SETTINGS), len(SETTINGS)):
-            begin = {clock: now() for clock, now in clocks.items()}
-            runs[name].update(samples[turn % len(samples)])
-            for clock, now in clocks.items() if turn >= 0 else ():
-                times[name][clock].append(now() - begin[clock])
-    for name, of in times.items():
-        each = {clock: statistics.median(values) for clock, values in of.items()}
-        ratio = [a / b for a, b in zip(of["processor"], times["dense"]["processor"], strict=True)]
-        print(name, each, "over dense:", median_interval(ratio))
-    about = describe_run("experts", torch.device("cpu"))
-    seconds = {name: statistics.median(of["processor"]) for name, of in times.items()}
-    write_json({**about, "seconds_per_update": seconds, "seconds": times}, RESULT)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, [job for job in QUEUE if updates is None or SETTINGS[job[1]][1] > 1]))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("data", "train", "time"))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("part", choices=("data", "train"))
+    parser.add_argument("--updates", type=int)
     given = parser.parse_args()
-    if given.part == "data":
-        write_data()
-    elif given.part == "train":
-        train(given.jobs)
-    else:
-        measure(given.turns)
+    write_data() if given.part == "data" else train(given.updates)
