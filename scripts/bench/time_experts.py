@@ -69,7 +69,9 @@ def main() -> None:
         pairs = {name: (of[clock], times["dense"][clock]) for name, of in times.items()}
         about[f"{clock}_over_dense"] = {name: ratio_of_pairs(*pair) for name, pair in pairs.items()}
         print(clock, "over dense:", about[f"{clock}_over_dense"])
-    about["seconds_per_update"] = {n: statistics.median(of["processor"]) for n, of in times.items()}
+    dense = statistics.median(times["dense"]["processor"])
+    ratios = about["processor_over_dense"]
+    about["seconds_per_update"] = {name: dense * ratio[1] for name, ratio in ratios.items()}
     about["held_out_bits"] = {
         last.parent.name: {point.updates: point.bits for point in read_run(last.parent).points}
         for last in sorted(RUNS.glob("*-seed?/checkpoint_last.pt"))

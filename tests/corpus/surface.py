@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from forms import HERE, numbers
 
-from fairseq_tutel.config import ExpertConfig
+from fairseq_tutel.config import PRESETS, ExpertConfig
 from fairseq_tutel.moe import MoELayer
 
 ROOT = HERE.parents[1]
@@ -98,6 +98,10 @@ def configs(files, folder, name):
         if section != "hydra":
             own = [key for key in composed[section] if re.match("moe|cmr|use_moe", key)]
             found[section] = {key: plain(composed[section][key]) for key in sorted({*keys, *own})}
+    preset = PRESETS[str(composed.model.moe_preset)]
+    for name in ("second_expert_policy", "load_bias"):  # None: what the preset says
+        if found["model"][f"moe_{name}"] is None:
+            found["model"][f"moe_{name}"] = preset[name]
     return found
 
 
