@@ -125,7 +125,11 @@ def table(files):
         (flag, default, _), *_ = help.rows([help.every_option().get(name, fields[name])])
         flag, brace, choices = flag.partition(" {")
         rows.append((flag, brace + choices, default))
-    return {flag: [choices, default] for flag, choices, default in rows} | dict.fromkeys(meta)
+    # what a preset sets in place of a default stands behind it
+    cut = "; --moe-preset "
+    return {
+        flag: [choices, default.partition(cut)[0]] for flag, choices, default in rows
+    } | dict.fromkeys(meta)
 
 
 def commands(files, room):
