@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .. import register
-from ..config import ExpertConfig
+from ..config import PRESETS, ExpertConfig
 from .description import LayerConfig, describe_layer
 from .errors import ExportError
 
@@ -96,6 +96,7 @@ def read_options(
     register()
     from ..integrations.fairseq.models import ARCHITECTURES
     from ..integrations.fairseq.models.transformer_fields import fill_sizes
+    from ..integrations.fairseq.options.options import moe_config
     from ..integrations.fairseq.programs.evaluation import with_options_of_today
 
     cfg = with_options_of_today(dict(state), path)["cfg"]
@@ -116,4 +117,7 @@ def read_options(
     model = SimpleNamespace(**{**defaults, **given})
     if hasattr(model, "encoder_layers"):
         fill_sizes(model)
+    routing = moe_config(model, num_experts)
+    for field in PRESETS["meta"]:  # not given: the preset's
+        setattr(model, f"moe_{field}", getattr(routing, field))
     return StoredOptions(name, model, {key: task[key] for key in task}, num_experts)

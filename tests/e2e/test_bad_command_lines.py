@@ -40,6 +40,7 @@ OURS = [
      "has --arch transformer_lm_gpt"),
     (TRAIN.replace("--task language_modeling", ""), "--tokens-per-sample belongs to --task "
      "language_modeling; the task is translation, the default"),
+    (TRAIN.replace("--optimizer adam", ""), "give --optimizer adam"),
     (f"fairseq-train {DATA} {MOE} --batch-size 3 --no-save",
      "--task translation is not for --arch transformer_lm_gpt_moe", "--task language_modeling"),
     (f"{HYDRA} common.fp16=true common.bf16=true", "common.fp16 and common.bf16", "give one"),

@@ -51,8 +51,9 @@ def compiled(*targets):
         if result["kernel"] in TMA:
             assert result["tma"] > 0 and result["shared"] <= TMA_SHARED, result
             assert result["registers"] <= 255, result
-            # Blackwell's compiler puts a few registers of one of two programs aside
-            aside = 48 if result["target"] == "cuda:100" and not result["given"]["FLATTEN"] else 0
+            # Blackwell's compiler puts a few registers aside, more of one of two programs
+            aside = 8 if result["given"]["FLATTEN"] else 48
+            aside *= result["target"] == "cuda:100"
             assert result["stack"] <= aside, result
             assert result["products"] > 0 or result["warps"] == 4, result
             check_pipeline(result)

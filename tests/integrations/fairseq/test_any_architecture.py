@@ -79,7 +79,7 @@ def test_any_criterion_gets_the_gate_loss_once(criterion, folder):
 def test_a_criterion_keeps_the_default_of_its_own_weight(name, folder, monkeypatch):
     """Beside a class with a namespace or a dataclass; a weight that is given is for both."""
     monkeypatch.setattr(architectures, "SPARSE", "--moe-expert-count 4")
-    for given, want in (([], [1.0, 0.01]), (["--moe-gate-loss-wt", "0.5"], [0.5, 0.5])):
+    for given, want in (([], [1.0, None]), (["--moe-gate-loss-wt", "0.5"], [0.5, 0.5])):
         flags = ["--criterion", "moe_cross_entropy", *given]
         trainer = architectures.make_trainer(ROWS[name], folder, *flags)
         found = trainer.criterion.gate_loss_weight, trainer.cfg.model.moe_gate_loss_wt

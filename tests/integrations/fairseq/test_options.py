@@ -93,7 +93,7 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
     named = re.findall(r"^  python -m fairseq_tutel\.(\w+)  ", text, re.MULTILINE)
     assert {path.parent.name for path in programs_of} | {"picture"} == set(named)
     first = re.findall(r"^  (--[\w-]+) .*\(default", text, re.MULTILINE)
-    assert first[0] == "--moe-expert-count" and len(first) == 14
+    assert first[0] == "--moe-preset" and len(first) == 14
     assert help.plain_text().startswith(text.partition("all options:")[0])
     stated = "(default: sampling; MoELayer's: all; --moe-preset balanced: all)"
     assert stated in " ".join(help.plain_text().split())

@@ -103,6 +103,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         return self._wrapped_model
 
     def _build_optimizer(self):
+        if self.cfg.optimizer is None:
+            raise ValueError("no optimizer is chosen: give --optimizer adam, or another")
         dist_cfg, name = self.cfg.distributed_training, self.cfg.optimizer._name
         with changed(dist_cfg, {"zero_sharding": "none"}):  # stock's is fairscale's
             super()._build_optimizer()
