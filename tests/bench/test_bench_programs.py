@@ -95,6 +95,8 @@ def test_kernels(tmp_path):
 # what bench_peers uses of Tutel's interface
 _TUTEL = """
 import torch
+
+pytestmark = pytest.mark.long
 class Layer(torch.nn.Linear):
     def forward(self, x):
         y = super().forward(x)

@@ -7,6 +7,8 @@ import pytest
 from helpers import commands
 from helpers.benchmarks import ratio, rehearse
 
+pytestmark = pytest.mark.long
+
 
 def test_alltoall(tmp_path):
     words = "--device cpu --sizes 1K,256K --wires same,fp8 --iterations 2 --repetitions 2"

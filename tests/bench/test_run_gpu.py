@@ -14,6 +14,8 @@ import claims
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench" / "run_gpu.sh"
 # one of each kind; the other steps differ in sizes
