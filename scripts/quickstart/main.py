@@ -191,7 +191,6 @@ def main() -> int:
         quick = Quickstart(out, args.updates, args.text)
         if args.recipe == "bart":
             corpus["train"] = corpus["train"][:BLOCKS]
-            corpus["test"] = corpus["test"][:50]
             data = [
                 ("Train a sentencepiece model", quick.tokenizer, corpus),
                 ("fairseq-preprocess", quick.preprocess),

@@ -25,4 +25,5 @@ def test_both_models_are_trained_and_compared(recipe, tmp_path):
     assert done.returncode == 0, output[-3000:]
     rows = re.findall(r"^(dense|moe) +([\d.]+)   \(seeds 1 to 1: ", done.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["dense", "moe"]
-    assert len(re.findall(r"^      model: ", done.stdout, re.MULTILINE)) == 3
+    written = re.findall(r"^      model: ", done.stdout, re.MULTILINE)
+    assert len(written) == (3 if recipe == "--speech" else 0)
