@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -280,7 +281,8 @@ def make_config(row: Row, folder: str, *more: str, dense: bool = False) -> DictC
     words = [f"{folder}/{row.data}", *row.options.format(folder=folder).split(), *COMMON.split()]
     words += ["--arch", row.arch] if dense else ["--arch", f"{row.arch}_moe", *SPARSE.split()]
     words += more
-    return convert(options.parse_args_and_arch(options.get_training_parser(), input_args=words))
+    cfg = convert(options.parse_args_and_arch(options.get_training_parser(), input_args=words))
+    return copy.deepcopy(cfg)  # Hydra's store gives the namespace of a legacy model to the next one
 
 
 def trainer_of(cfg: DictConfig) -> Trainer:

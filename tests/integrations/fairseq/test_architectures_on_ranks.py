@@ -86,19 +86,25 @@ def _compared(configs, folder):
     by_rank, (alone,) = (run_ranks(_train, n, configs, folder, timeout=900) for n in (2, 1))
     problems = []
     for name in configs:
-        two = {**by_rank[1][name][0], **by_rank[0][name][0]}
+        parts = [by_rank[rank][name][0] for rank in (0, 1)]
+        two = {key: _joined(key, parts, alone[name][0]) for key in parts[0] | parts[1]}
         one, _, resumed = alone[name]
         assert two.keys() == one.keys() == resumed.keys(), name
         for key, value in two.items():
-            if value.shape != one[key].shape:  # a slice of an expert
-                assert "slices" in name and ".experts." in key
-                continue
             if not torch.equal(value, resumed[key]):
                 problems.append(f"{name}: {key} is not what was saved")
             if not torch.allclose(value, one[key], rtol=1e-5, atol=1e-5):
                 distance = float((value - one[key]).abs().max())
                 problems.append(f"{name}: {key} differs by {distance:.1g}")
     return problems, {name: found[1] for name, found in alone.items()}
+
+
+def _joined(key, parts, whole):
+    """Return a weight of two ranks; slices of an expert become the expert."""
+    mine = [part[key] for part in parts if key in part]
+    pairs = enumerate(zip(mine[0].shape, whole[key].shape, strict=True))
+    dims = [dim for dim, (size, of) in pairs if size != of]
+    return torch.cat(mine, dims[0]) if dims else mine[0]
 
 
 PROGRAM = """
