@@ -196,14 +196,6 @@ def test_peft_trains_each_linear_layer_and_merges(router):
     torch.testing.assert_close(outcome(merged, x), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.extras
-def test_peft_on_stacked_experts_is_refused():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_parameters=["experts.fc1_weight"])
-    with pytest.raises(ValueError, match=r"experts.fc1_weight is no parameter.*training.add_lora"):
-        peft.get_peft_model(nn.Sequential(make()), config)(torch.randn(TOKENS, M))
-
-
 def model_and_tokens():
     model = nn.Sequential(nn.Linear(M, M), make()).eval().requires_grad_(False)
     return model, torch.randn(TOKENS, M)
