@@ -5,6 +5,8 @@ import importlib
 import pytest
 from helpers.benchmarks import PROGRAMS, program, ratio, rehearse
 
+pytestmark = pytest.mark.long
+
 SMALL = "--device cpu --tokens 48 --model-dim 16 --hidden-dim 24 --experts 4 --repetitions 3"
 
 
@@ -95,8 +97,6 @@ def test_kernels(tmp_path):
 # what bench_peers uses of Tutel's interface
 _TUTEL = """
 import torch
-
-pytestmark = pytest.mark.long
 class Layer(torch.nn.Linear):
     def forward(self, x):
         y = super().forward(x)
