@@ -21,7 +21,8 @@ GATE_LOSS_WEIGHTS = {"balanced": 0.001}
 def with_preset(preset: str, given: Mapping[str, Any], num_experts: int) -> dict[str, Any]:
     """Return fields of MoEConfig: those that are given, over those of a preset.
 
-    A preset sets no load bias if every token takes all experts.
+    A preset sets no load bias where there can be none: if every token takes all experts, or if the
+    next choices are drawn.
 
     Raises:
         ValueError: there is no such preset.
@@ -29,6 +30,7 @@ def with_preset(preset: str, given: Mapping[str, Any], num_experts: int) -> dict
     if preset not in PRESETS:
         raise ValueError(f"preset={preset!r} is unknown; choose one of {', '.join(PRESETS)}")
     values = {**PRESETS[preset], **given}
-    if values.get("top_k", 2) >= num_experts + values.get("null_experts", 0):
+    takes_all = values.get("top_k", 2) >= num_experts + values.get("null_experts", 0)
+    if takes_all or str(values["second_expert_policy"]) != "all":
         values["load_bias"] = given.get("load_bias", "none")
     return values

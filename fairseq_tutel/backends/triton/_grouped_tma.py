@@ -2,8 +2,8 @@
 
 Programs compute one tile after the other. Where one has a multiprocessor for itself, the loop is
 flattened: the loads of the next tile begin before a tile is written. Of two programs one multiplies
-while the other writes. Tensor descriptors read tiles
-without address arithmetic, and read zeros past the end of a tensor, or of an expert's rows.
+while the other writes. Tensor descriptors read tiles without address arithmetic, and read zeros
+past the end of a tensor, or of an expert's rows.
 
 ``_grouped.py`` has the products' interface and decides which implementation computes one.
 A and B are the two dimensions of the weight.

@@ -18,11 +18,11 @@ ROUTING = {
     (None, ""): ("sampling", 1.0, "none"),
     ("meta", ""): ("sampling", 1.0, "none"),
     ("meta", "second_expert_policy=all load_bias=sign"): ("all", 1.0, "sign"),
+    ("balanced", "second_expert_policy=sampling"): ("sampling", 0.0, "none"),
     ("balanced", ""): ("all", 0.0, "quantile"),
     ("balanced", "capacity_factor=1.25"): ("all", 1.25, "quantile"),
     ("balanced", "capacity_factor=1.0 load_bias=none"): ("all", 1.0, "none"),
     ("balanced", "load_bias=sign"): ("all", 0.0, "sign"),
-    ("balanced", "second_expert_policy=sampling load_bias=none"): ("sampling", 0.0, "none"),
     ("balanced", "top_k=8"): ("all", 0.0, "none"),  # a token takes all experts
     ("balanced", "top_k=8 null_experts=1"): ("all", 0.0, "quantile"),
 }

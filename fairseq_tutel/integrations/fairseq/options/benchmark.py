@@ -2,11 +2,11 @@
 
 # no postponed annotations here: fairseq reads the types of dataclass fields
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from ....config.options import as_flag, at_least, check_options, check_ranges, option
+from .bundles import pairs, typed
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def benchmark_of(args: Any) -> Benchmark:
     is_on = text.lower() not in ("", "false", "none")
     given: dict[str, Any] = {}
     if is_on and text.lower() != ALONE:
-        given = dict(map(_parse, re.split(r",(?=[^,]*=)", text)))
+        found = pairs("moe_benchmark", text, KEYS)
+        given = {key: typed(KEYS[key], word, written) for key, word, written in found}
     for key, flag in _FORMER.items():
         former = getattr(args, flag, None)
         if former and given.setdefault(key, former) != former:
@@ -80,14 +81,3 @@ def benchmark_of(args: Any) -> Benchmark:
             f"--moe-force-load {load} only measures speed: give --moe-benchmark force_load={load}"
         )
     return Benchmark(**given)
-
-
-def _parse(word: str) -> tuple[str, Any]:
-    """``simulate_world_size=8`` -> ("simulate_world_size", 8)."""
-    key, _, value = word.partition("=")
-    try:
-        kind = KEYS[key].type
-        return key, {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-    except (KeyError, ValueError):
-        keys = ", ".join(f"{name}={each.type.__name__}" for name, each in KEYS.items())
-        raise ValueError(f"--moe-benchmark {word}: give KEY=VALUE of {keys}") from None

@@ -7,7 +7,7 @@ nothing else knows of bundles.
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,31 +92,35 @@ def expand(args: Any, config: type) -> None:
     known = {field.name: field for field in dataclasses.fields(config)}
     for bundle in BUNDLES:
         text = getattr(args, bundle, None)
-        for name, word, written in _pairs(bundle, text) if text else ():
+        keys = keys_of(bundle)
+        for key, word, written in pairs(bundle, text, keys) if text else ():
+            name = keys[key]
             field = known.get(name) or REGISTERED[BUNDLES[bundle].chooser].flags()[name]
-            value = _typed(field, word, as_flag(bundle, written))
+            value = typed(field, word, written)
             present = getattr(args, name, field.default)
             if str(present) not in (str(field.default), str(value)):
-                both = f"{as_flag(bundle, written)} and {as_flag(name, present)}"
+                both = f"{written} and {as_flag(name, present)}"
                 raise ValueError(f"{both} contradict each other: give one of them")
             setattr(args, name, value)
         if text:
             setattr(args, bundle, None)
 
 
-def _pairs(bundle: str, text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (option, value, what was written) of each KEY=VALUE."""
-    keys = keys_of(bundle)
-    for written in re.split(r",(?=[^,]*=)", text):
-        key, equals, value = written.partition("=")
-        name = keys.get(key.strip().replace("-", "_"))
-        if name is None or not equals:
-            raise ValueError(f"{as_flag(bundle, written)}: give KEY=VALUE of {', '.join(keys)}")
-        yield name, value.strip(), written
+def pairs(option: str, text: str, keys: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value, the option with this pair alone) of KEY=VALUE,...; values may have commas.
+
+    ValueError for a word that is no pair, or has another key.
+    """
+    for word in re.split(r",(?=[^,]*=)", text):
+        key, equals, value = word.partition("=")
+        key, written = key.strip().replace("-", "_"), as_flag(option, word)
+        if not equals or key not in keys:
+            raise ValueError(f"{written}: give KEY=VALUE of {', '.join(keys)}")
+        yield key, value.strip(), written
 
 
-def _typed(field: dataclasses.Field, word: str, written: str) -> Any:
-    """Return the value of an option from its text."""
+def typed(field: dataclasses.Field, word: str, written: str) -> Any:
+    """Return the value of an option from its text; ValueError, which names ``written``."""
     choices = field.metadata.get("choices") or [
         choice.value for choice in getattr(field.type, "__members__", {}).values()
     ]

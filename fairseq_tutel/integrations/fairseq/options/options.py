@@ -217,9 +217,9 @@ def asked_frequencies(args: Any) -> tuple[int, int]:
 def run_options(
     args: Any, config: type, num_ranks: Optional[int] = None, any_model: bool = False
 ) -> RunOptions:
-    """Read the options of a model with MoE layers. Former names in ``args`` become present ones,
-    and options of bundles get their values.
+    """Read the options of a model with MoE layers.
 
+    Former names in ``args`` become present ones, and options of bundles get their values.
     ``config`` is the dataclass of the model's options. ``num_ranks`` is the number of experts if
     ``--moe-expert-count`` is not given; None: unknown yet, so that no option is too large for it.
     ``any_model``: the model is not one of ours, so that its other options are not known.
