@@ -30,7 +30,8 @@ def with_preset(preset: str, given: Mapping[str, Any], num_experts: int) -> dict
     if preset not in PRESETS:
         raise ValueError(f"preset={preset!r} is unknown; choose one of {', '.join(PRESETS)}")
     values = {**PRESETS[preset], **given}
-    takes_all = values.get("top_k", 2) >= num_experts + values.get("null_experts", 0)
-    if takes_all or str(values["second_expert_policy"]) != "all":
+    top_k = values.get("top_k", 2)
+    takes_all = top_k >= num_experts + values.get("null_experts", 0)
+    if takes_all or top_k > 1 and str(values["second_expert_policy"]) != "all":
         values["load_bias"] = given.get("load_bias", "none")
     return values

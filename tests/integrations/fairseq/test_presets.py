@@ -19,6 +19,7 @@ ROUTING = {
     ("meta", ""): ("sampling", 1.0, "none"),
     ("meta", "second_expert_policy=all load_bias=sign"): ("all", 1.0, "sign"),
     ("balanced", "second_expert_policy=sampling"): ("sampling", 0.0, "none"),
+    ("balanced", "second_expert_policy=sampling top_k=1"): ("sampling", 0.0, "quantile"),
     ("balanced", ""): ("all", 0.0, "quantile"),
     ("balanced", "capacity_factor=1.25"): ("all", 1.25, "quantile"),
     ("balanced", "capacity_factor=1.0 load_bias=none"): ("all", 1.0, "none"),
