@@ -88,9 +88,10 @@ def draw_experts(lines: Sequence[dict], picture: Path) -> None:
     names = {"slot": "rows in use", "load": "mean load / largest", "drop": "choices dropped"}
     for (name, label), color in zip(names.items(), (BLUE, RED, GREY), strict=True):
         known = [u for u in used if all(name in v for v in records[u]["utilisation"].values())]
-        if known:
-            of_layers = [[v[name] for v in records[u]["utilisation"].values()] for u in known]
-            grid[-1].plot(known, list(map(statistics.mean, of_layers)), color=color, label=label)
+        of_layers = [[v[name] for v in records[u]["utilisation"].values()] for u in known]
+        means = list(map(statistics.mean, of_layers))
+        if any(means) or known and name == "drop":  # without a capacity there are no slots to use
+            grid[-1].plot(known, means, color=color, label=label)
             grid[-1].set(title="Utilisation, mean over layers", ylabel="%", ylim=(0, 102))
             grid[-1].legend(fontsize="small")
     grid[-1].set_xlabel("update")

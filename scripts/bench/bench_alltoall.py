@@ -20,7 +20,6 @@ import itertools
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -68,22 +67,14 @@ def count_sent(case: Case, ranks: Ranks) -> float | None:
     """Return the bytes on the link of one all-to-all, of several after one that connects."""
     case.run()
     ranks.wait()
-    before = _settled_bytes()
+    before = sent_bytes()
+    ranks.wait()  # the other ranks of this node have not sent more yet
     for _ in range(_COUNTED):
         case.run()
     ranks.wait()
-    return None if before is None else (_settled_bytes() - before) / _COUNTED
-
-
-def _settled_bytes() -> int | None:
-    """Return :func:`sent_bytes` when the link is quiet: a slow one still sends what was written."""
-    sent = sent_bytes()
-    for _ in range(20):  # others may use the interface
-        time.sleep(0.05)
-        before, sent = sent, sent_bytes()
-        if sent == before:
-            break
-    return sent
+    after = sent_bytes()
+    ranks.wait()
+    return None if before is None else (after - before) / _COUNTED
 
 
 def point_of(size, options, ranks) -> Point:
