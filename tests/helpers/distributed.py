@@ -1,8 +1,8 @@
 """Run a function on several ranks connected by gloo; the call always ends.
 
-Ranks are forked from one process that has imported everything once, which takes tenths of a second,
-and meet through a file, so that no port can be taken. A rank that raises or hangs ends the call;
-the error shows where each rank was.
+Ranks are forked from one process that has imported everything once (preloaded.py), which takes
+a tenth of a second, and meet through a file, so that no port can be taken. A rank that raises or
+hangs ends the call; the error shows where each rank was.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .seeds import seed_all
 
 # Seconds that the other ranks get to fail too, once one has failed.
 GRACE = 3.0
-# torch imports the last when the first custom operator runs: a second of work for each rank
-_PRELOAD = ["torch", "pytest", "fairseq.trainer", "fairseq_tutel.plan.planner", "torch._dynamo"]
+_FOLDERS = [str(pathlib.Path(__file__).resolve().parents[n]) for n in (2, 1)]
+_PRELOAD = ["torch", "pytest", "helpers.preloaded"]
 
 
 class RanksFailed(AssertionError):
@@ -55,9 +55,10 @@ def run_ranks(function: Callable, world_size: int, *args, timeout: float = 60.0)
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    # of the fork server, if it starts now
-    one_thread = mock.patch.dict(os.environ, OMP_NUM_THREADS="1")
-    with one_thread, tempfile.TemporaryDirectory(prefix="ranks-") as name:
+    # of the fork server, if it starts now; Python 3.11 gives it no other path
+    path = os.pathsep.join(filter(None, [*_FOLDERS, os.environ.get("PYTHONPATH")]))
+    of_server = mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
+    with of_server, tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = pathlib.Path(name)
         processes = [
             context.Process(
