@@ -170,33 +170,19 @@ LEAN: dict[str, Any] = {"activation_memory": "lean"}
 OVER_RANKS: dict[str, Any] = {"balance_scope": "global"}
 
 
-def _frozen(layer, x):
-    layer.experts.requires_grad_(False)
-    return layer(x)
+def within(context, call=lambda layer, x: layer(x)):
+    """Return the function that makes a call within a context."""
+
+    def changed(layer, x):
+        with context():
+            return call(layer, x)
+
+    return changed
 
 
-def _hooked(layer, x):
-    layer.experts.register_forward_hook(lambda *args: None)
-    return layer(x)
-
-
-def _counting_flops(layer, x):
-    with FlopCounterMode(display=False):
-        return layer(x)
-
-
-def _without_gradients(layer, x):
-    with torch.no_grad():
-        return layer(x)
-
-
-def _checkpointed(reentrant):
-    return lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
-
-
-def _with_lora(layer, x):
-    add_lora(layer, freeze=False)
-    return layer(x)
+def after(change, call=lambda layer, x: layer(x)):
+    """Return the function that changes the layer before a call."""
+    return lambda layer, x: (change(layer), call(layer, x))[1]
 
 
 def _collecting(layer, x):
@@ -210,35 +196,23 @@ def _asking(layer, x):
     return y + aux.loss
 
 
-def _in_autocast(layer, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return layer(x)
-
-
-def _minimal(layer, x):
-    layer.experts.memory = ActivationMemory("minimal")
-    return layer(x)
-
-
-def _in_part_evaluated(layer, x):
-    layer.experts.eval()
-    return layer(x)
-
-
-def _without_input_gradient(layer, x):
-    return layer(x.detach())
-
+# what one rank does to the layer of its own, by name
+_frozen = after(lambda layer: layer.experts.requires_grad_(False))
+_hooked = after(lambda layer: layer.experts.register_forward_hook(lambda *args: None))
+_counting_flops = within(lambda: FlopCounterMode(display=False))
+_with_lora = after(lambda layer: add_lora(layer, freeze=False))
+_minimal = after(lambda layer: setattr(layer.experts, "memory", ActivationMemory("minimal")))
+_evaluated = after(lambda layer: layer.eval(), within(torch.no_grad))
 
 # word of the message, options of the layer on both ranks, its call on rank 1
 STATES: list[tuple[str, dict[str, Any], Callable]] = [
-    ("gradients_of", {}, _without_gradients),
-    ("gradients_of", {}, _without_input_gradient),
-    ("gradients_of", LEAN, _without_gradients),
-    ("gradients_of", {}, _checkpointed(True)),
-    ("checkpointing", {}, _checkpointed(False)),
+    ("gradients_of", {}, within(torch.no_grad)),
+    ("gradients_of", {}, lambda layer, x: layer(x.detach())),
+    ("gradients_of", LEAN, within(torch.no_grad)),
+    ("gradients_of", {}, lambda layer, x: checkpoint(layer, x, use_reentrant=True)),
+    ("checkpointing", {}, lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
     ("mode", {}, lambda layer, x: layer.eval()(x)),
-    ("dtype", {}, _in_autocast),
-    ("top_k", {}, lambda layer, x: layer(x, top_k=1)),
+    ("dtype", {}, within(lambda: torch.autocast("cpu", torch.bfloat16))),
     ("activation_memory", LEAN, _minimal),
     ("activation_memory", {}, _minimal),
     ("activation_memory", LEAN, _hooked),
@@ -247,7 +221,7 @@ STATES: list[tuple[str, dict[str, Any], Callable]] = [
     ("activation_memory", FOUR_CHUNKS, _counting_flops),
     ("experts", BALANCED, _frozen),
     ("experts", BALANCED, _with_lora),
-    ("experts", BALANCED, _in_part_evaluated),
+    ("experts", BALANCED, after(lambda layer: layer.experts.eval())),
     ("experts", {"exchange": ExchangeConfig(r=0)}, _frozen),
     ("experts", {"exchange": ExchangeConfig(r=0)}, _with_lora),
     ("balance_loss", OVER_RANKS, _asking),
@@ -275,30 +249,25 @@ def _disagree_in_what_a_pass_does():
 def _differ_where_ranks_may():
     """What moves nothing may differ: gradients are those of equal ranks."""
     rank, _ = process_world()
-
-    def evaluated(layer, x):
-        return _without_gradients(layer.eval(), x)
-
     for options, change in (
         ({}, _frozen),
         ({}, _hooked),
         ({}, _counting_flops),
         ({}, lambda layer, x: layer(x, return_aux=True)[0]),
         (LEAN, _frozen),
-        ({}, evaluated),
-        (BALANCED, evaluated),
+        ({}, _evaluated),
+        (BALANCED, _evaluated),
     ):
         results = []
         for call in (change if rank else lambda layer, x: layer(x), lambda layer, x: layer(x)):
-            torch.manual_seed(0)
             layer = MoELayer(8, 4, 8, capacity_factor=0.0, seed=0, **options)
-            layer.train(change is not evaluated)
+            layer.train(change is not _evaluated)
             torch.manual_seed(rank)
             x = torch.randn(40, 8).requires_grad_()
             y = call(layer, x)
-            if change is not evaluated:
+            if change is not _evaluated:
                 y.square().sum().backward()
-            results.append(y.detach() if change is evaluated else x.grad)
+            results.append(y.detach() if change is _evaluated else x.grad)
         torch.testing.assert_close(*results)
 
 

@@ -43,23 +43,24 @@ def _numbered(counts, order):
     return torch.tensor(rows).double().view(-1, 3).requires_grad_()
 
 
-# ranks -> ranks per node of the exchanges that tell nodes apart; 0: of the others
-NODES = {1: (0,), 2: (0,), 4: (0, 2), 8: (0, 2, 4)}
+# ranks -> (exchange, ranks per node)
+EXCHANGED = {
+    1: [("linear", 0)],
+    2: [("linear", 0)],
+    4: [("linear", 0), ("2dh", 2)],
+    8: [("2dh", 2), ("2dh", 4)],
+}
 
 
-@pytest.mark.parametrize(
-    "world_size, ranks_per_node, name",
-    [
-        pytest.param(world, local, name, marks=[pytest.mark.slow] * (world == 8))
-        for world, nodes in NODES.items()
-        for local in nodes
-        for name in EXCHANGES
-        if (local > 0) == EXCHANGES.get(name).needs_nodes
-    ],
-)
+@pytest.mark.parametrize("world_size", EXCHANGED)
 @on_ranks()
-def test_exchanges_and_their_gradients(world_size, ranks_per_node, name):
-    rank, size = process_world()[0], world_size
+def test_exchanges_and_their_gradients(world_size):
+    for name, ranks_per_node in EXCHANGED[world_size]:
+        _exchange(name, ranks_per_node)
+
+
+def _exchange(name, ranks_per_node):
+    rank, size = process_world()
     exchange = build_exchange(ExchangeConfig(name, ranks_per_node), build_groups(2 * size))
     assert exchange.name == name
     order = exchange.algorithm.send_order

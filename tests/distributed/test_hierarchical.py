@@ -1,6 +1,5 @@
 """The hierarchical exchange in a layer, bit for bit the linear one; nodes; its predicted time."""
 
-import itertools
 import logging
 import types
 
@@ -15,8 +14,6 @@ from fairseq_tutel.distributed.world import even_nodes, ranks_per_node
 
 # capacity factors with each layout
 FACTORS = (("padded", 1.0), ("ragged", 0.0), ("ragged", -0.5), ("evaluation", 1.0))
-EXPERTS = (8, 4)  # more than ranks, and as many
-DTYPES = (torch.float64, torch.bfloat16)  # of rows alone, all: test_exchange.py
 
 
 def _switch():
@@ -35,8 +32,10 @@ def _switch():
 def test_a_layer_is_the_same_bit_for_bit():
     _switch()
     exchange = ExchangeConfig("2dh", 2)
-    for experts, (layout, factor), dtype in itertools.product(EXPERTS, FACTORS, DTYPES):
-        compare_with_linear(exchange, experts, layout, dtype, capacity_factor=factor)
+    for number, (layout, factor) in enumerate(FACTORS):
+        dtype = (torch.float64, torch.bfloat16)[number % 2]  # of rows alone, all: test_exchange.py
+        # more experts than ranks, and as many
+        compare_with_linear(exchange, 8 - 4 * (number > 1), layout, dtype, capacity_factor=factor)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exchange and experts in chunks that overlap: rounding, order, modes. Values: test_fuzz.py"""
+"""Exchange and experts in chunks that overlap: order, modes, errors. Values: test_fuzz.py"""
 
 import copy
 import functools
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from helpers.assertions import rms_ratio
-from helpers.distributed import RanksFailed, on_ranks, run_ranks
+from helpers.distributed import on_ranks
 from helpers.layers import HIDDEN, LAYOUTS, M, make_layer, run, tokens_of
 from torch import nn
 
@@ -18,11 +18,6 @@ from fairseq_tutel.distributed import build_groups, gather_texts, process_world
 from fairseq_tutel.distributed.exchanges import Direction, Exchange
 from fairseq_tutel.distributed.exchanges import exchange as exchange_module
 from fairseq_tutel.moe import MoELayer, call_plan
-
-EXPERTS = (2, 4, 8)  # fewer than ranks, as many, and more
-# of a result in this dtype to that of degree 1, in units of its rounding: products of other shapes
-# add up in another order
-UNITS = {torch.float32: 20, torch.bfloat16: 1.5, torch.float16: 1.5}
 
 
 def use_move(layer, move):
@@ -62,27 +57,8 @@ def recording(log):
     return move
 
 
-def _compare_in_other_dtypes():
-    for number, (experts, layout) in enumerate(itertools.product(EXPERTS, LAYOUTS)):
-        # each with each number of experts and each layout
-        dtype = list(UNITS)[(number + number // 3) % 3]
-        (x, target, rows), groups = tokens_of(dtype=dtype), build_groups(experts)
-        want = None
-        # degree 1 first; the hierarchical exchange is bit-equal, see above and its own test
-        for name, degree in (("linear", 1), ("linear", 2), ("2dh", 4), ("linear", 8)):
-            case = (experts, layout, dtype, name, degree)
-            exchange = ExchangeConfig(name, 2, degree)
-            layer = make_layer(groups, layout, dtype, exchange=exchange)
-            got = run(layer, x[rows], target[rows])
-            want = want or got
-            for key, value in want.items():
-                assert got[key].dtype == value.dtype and torch.isfinite(got[key]).all()
-                if value.any():
-                    limit = UNITS[dtype] * torch.finfo(dtype).eps
-                    assert rms_ratio(got[key], value) < limit, (case, key)
-
-
-def _record():
+@on_ranks(4, timeout=250)
+def test_collectives_have_one_order():
     """One order on all ranks, also where one has no tokens; drops as without overlap."""
     buffer = exchange_module._buffer
     # memory that rows have not arrived in is NaN
@@ -114,12 +90,6 @@ def _record():
         if factor > 0:  # sizes are those of all ranks: the backward pass mirrors the forward one
             mirrored = [line.replace(" gradient", "") for line in log[31:15:-1]]
             assert mirrored == log[:16]
-
-
-@on_ranks(4, timeout=250)
-def test_the_degree_changes_rounding_only_and_collectives_have_one_order():
-    _compare_in_other_dtypes()
-    _record()
 
 
 # in one process, which plays a rank of four: copies take the place of messages
@@ -264,18 +234,6 @@ def test_an_error_in_the_stream_reaches_the_user(direction, own):
         layer(x).sum().backward()
     layer.exchange_choice = works
     layer(x).sum().backward()
-
-
-def _fail_on_one_rank():
-    layer = make_layer(build_groups(4), exchange=ExchangeConfig(overlap_degree=4))
-    if process_world()[0] == 1:
-        use_move(layer, failing(Direction.DISPATCH))
-    layer(torch.randn(6, M, dtype=torch.float64))
-
-
-def test_an_error_in_the_stream_of_one_rank_ends_all():
-    with pytest.raises(RanksFailed, match="the link is down"):
-        run_ranks(_fail_on_one_rank, 2, timeout=40)
 
 
 @pytest.mark.parametrize(

@@ -55,32 +55,23 @@ def test_statistics_stay_within_the_documented_bound_of_fp64_adam():
             assert (error / bounds[name]).max() > 0.05
 
 
-def twins(value, **options):
-    params = [torch.nn.Parameter(value.clone()) for _ in range(2)]
-    options = {"lr": 0.01, "betas": BETAS, "weight_decay": 0.1, **options}
-    return *params, Adam16(params[:1], **options), FairseqAdam32(params[1:], **options)
-
-
-def test_first_step_equals_fairseqs_adam_to_fp32_rounding():
-    ours, theirs, *pair = twins(torch.randn(300), eps=1e-3)
-    ours.grad = torch.randn(300)
-    theirs.grad = ours.grad.clone()
-    for optimizer in pair:
-        optimizer.step()
-    assert rms_ratio(ours.detach(), theirs.detach()) < 1e-7
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_parameters_are_updated_as_fairseqs_adam_updates_them(dtype):
-    ours, theirs, *pair = twins(torch.randn(1000).to(dtype))
-    for grad in gradients(ours.shape, 5):
-        ours.grad, theirs.grad = grad.to(dtype), grad.to(dtype)
-        for optimizer in pair:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_parameters_are_updated_as_fairseqs_adam_updates_them(dtype):
+    params = [torch.nn.Parameter(torch.randn(1000).to(dtype))]
+    params.append(torch.nn.Parameter(params[0].detach().clone()))
+    options = {"lr": 0.01, "betas": BETAS, "weight_decay": 0.1}
+    pair = Adam16(params[:1], **options), FairseqAdam32(params[1:], **options)
+    for number, grad in enumerate(gradients(params[0].shape, 5)):
+        for param, optimizer in zip(params, pair, strict=True):
+            param.grad = grad.to(dtype)
             optimizer.step()
-    difference = (ours - theirs).abs() > torch.finfo(dtype).eps * theirs.abs()
-    assert ours.dtype == dtype
+        if not number and dtype == torch.float32:
+            torch.testing.assert_close(*params, rtol=1e-6, atol=1e-7)
+    ours, theirs = params
     # 5e-4 of an update of 0.01 rarely changes the rounding of a weight of size 1
-    assert difference.float().mean() < 0.02
+    near = max(torch.finfo(dtype).eps, 1e-3)
+    far = (ours - theirs).abs() > near * theirs.abs()
+    assert far.float().mean() < 0.02 and ours.dtype == dtype
     assert pair[0].state[ours]["exp_avg"].dtype == torch.float16
 
 
@@ -186,9 +177,11 @@ def test_parts_of_fp32_statistics_take_the_scales_of_the_whole():
             assert torch.equal(found[f"{name}_scale"], wanted[f"{name}_scale"]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("through_fp32", [False, True])
-@pytest.mark.parametrize("expert", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "through_fp32", "expert"),
+    [(torch.float32, False, True), (torch.float16, True, False), (torch.bfloat16, True, True)],
+    ids=str,
+)
 def test_state_dict_round_trip_is_exact_and_training_goes_on(dtype, expert, through_fp32, tmp_path):
     param = parameter(torch.randn(4, 30).to(dtype), expert)
     optimizer = Adam16([param], lr=0.01)
@@ -266,24 +259,6 @@ def test_state_of_apexs_optimizer_with_number_scales_is_kept_bit_for_bit():
     moved = dequantize_state(optimizer.state[param])["exp_avg"]
     expected = 0.9 * 0.003 * apex["exp_avg"].float() + 0.1 * param.grad
     assert rms_ratio(moved, expected) < 2.0**-11
-
-
-def test_errors_name_the_values():
-    param = torch.nn.Parameter(torch.randn(4))
-    with pytest.raises(ValueError, match="1.5"):
-        Adam16([param], betas=(0.9, 1.5))
-    with pytest.raises(ValueError, match="-1"):
-        Adam16([param], lr=-1)
-    state = {"step": 1, "exp_avg": torch.zeros(5), "exp_avg_sq": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"\(5,\).*\(4,\)"):
-        quantize_state(state, param)
-    state = {f"exp_avg{end}": torch.zeros(4).half() for end in ("", "_sq")}
-    state |= {f"exp_avg{end}_scale": torch.ones(3) for end in ("", "_sq")}
-    with pytest.raises(ValueError, match=r"\(3,\)"):
-        quantize_state(state, param)
-    param.grad = torch.randn(4).to_sparse()
-    with pytest.raises(ValueError, match="sparse"):
-        Adam16([param]).step()
 
 
 def test_parameters_without_contiguous_memory_or_without_elements():

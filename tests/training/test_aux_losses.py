@@ -93,11 +93,3 @@ def test_losses_counts_and_metrics_of_all_layers():
     check()
     used, again = run_ranks(check, 2)
     assert used == again
-
-
-def test_an_unknown_combination_is_refused():
-    with (
-        pytest.raises(ValueError, match="combine='mean': choose one of sum, average"),
-        training.collect_aux(Model(), combine="mean"),
-    ):
-        pass

@@ -153,19 +153,3 @@ def test_each_matrix_is_stepped_by_itself_also_after_a_change_of_ranks(tmp_path)
     for ranks in (1, 4):
         weights = run_ranks(run, ranks, two, changed, 2, 4)[0]
         assert_same_run(changed, weights, want)
-
-
-def test_refusals(tmp_path):
-    model, _, (muon, adam) = make()
-    with pytest.raises(ValueError, match="two optimizers hold .*experts.0.fc1.weight"):
-        training.save_checkpoint(str(tmp_path / "x.pt"), model, [muon, muon])
-    training.save_checkpoint(str(tmp_path / "x.pt"), model, [muon, adam])
-    with pytest.raises(ValueError, match="has 2 parameter groups, this one has 1"):
-        training.load_checkpoint(str(tmp_path / "x.pt"), model, adam)
-    model.double()
-    with pytest.raises(ValueError, match="moved or converted after matrix_parameters"):
-        muon.step()
-    sliced = nn.Sequential(MoELayer(DIM, EXPERTS, 2 * DIM))
-    sliced[0].experts.hidden_slice = (0, 2)
-    with pytest.raises(ValueError, match="0.experts: each rank holds a slice.*replicated"):
-        training.matrix_parameters(sliced)

@@ -77,16 +77,6 @@ def test_ranks_with_other_padding_balance_their_real_tokens():
     torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
 
 
-def test_wrong_masks_are_refused():
-    layer = MoELayer(DIM, EXPERTS, 8)
-    for mask in (torch.ones(2, 6), torch.ones(2, 1, 6, 6, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=r"bool or integers \[batch, tokens\], 0 for padding"):
-            training.collect_aux(layer, attention_mask=mask).__enter__()
-    other = training.collect_aux(layer, attention_mask=torch.ones(2, 5).long())
-    with pytest.raises(ValueError, match=r"no MoE layer gets tokens \[2, 5\]"), other:
-        layer(torch.randn(2, 6, DIM))
-
-
 def test_calls_of_a_layer_are_a_mean_by_their_tokens():
     layer, x = MoELayer(DIM, EXPERTS, 8, capacity_factor=0.0), torch.randn(2, 6, DIM)
     with training.collect_aux(layer, "by_token") as aux:

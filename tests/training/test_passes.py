@@ -28,17 +28,21 @@ FEATURES = ("replay", "record", "collect", "update", "bias", "trace")
 RECOMPUTED = {"plain": None, "checkpoint": False, "reentrant": True}
 # slow ways to run: the whole model or one of its blocks is compiled, in two orders
 COMPILED = (
-    ("compiled, then asked", "block compiled, then asked"),
-    ("asked, then compiled", "asked, then compiled with checkpoints"),
+    "compiled, then asked",
+    "asked, then compiled",
+    "block compiled, then asked",
+    "asked, then compiled with checkpoints",
 )
 # passes of one update; those in capitals have gradients, and one backward pass follows all
 ORDERS = {"one": "A", "two": "AB", "no-grad between": "ArB", "evaluation between": "AeB"}
-CASES = [(feature, run, order) for feature in FEATURES for run in RECOMPUTED for order in ORDERS]
-CASES += [
-    (feature, runs[(i // 2 + i) % 2], list(ORDERS)[(i + 2 * j) % 4])
-    for i, feature in enumerate(FEATURES)
-    for j, runs in enumerate(COMPILED)
+CASES = [
+    (feature, run, order)
+    for feature in FEATURES
+    for run in RECOMPUTED
+    for order in ORDERS
+    if order != "one"  # which the others include
 ]
+CASES += [(feature, COMPILED[i % 4], list(ORDERS)[1 + i % 3]) for i, feature in enumerate(FEATURES)]
 
 
 class Block(nn.Module):
@@ -290,15 +294,6 @@ def test_copies_and_files_of_a_model_begin_without_a_pass():
     for each in copies:
         torch.testing.assert_close(each(*args), free)
         assert not any(block.layer.requests.served for block in each.blocks)
-
-
-def test_choices_of_a_layer_that_is_not_called_are_refused():
-    model = build("replay", "plain")
-    with (
-        pytest.raises(RuntimeError, match=r"layers \['blocks.1.layer'\], which were not called"),
-        training.replay_choices(model, given("A")),
-    ):
-        model.blocks[0](inputs("A")[1])
 
 
 def test_biases_move_by_all_calls_and_others_stay():
