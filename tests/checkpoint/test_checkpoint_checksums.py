@@ -37,7 +37,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
     generator, found = random.Random(7), 0
     for file in sorted(tmp_path.glob("one.pt" if merged else "m.pt*")):
         whole = file.read_bytes()
-        for _ in range(60):
+        for _ in range(25):
             _flip(file, generator.randrange(len(whole)), 1 << generator.randrange(8))
             try:
                 assert_same_state(load_for_rank(path, rank=0, world_size=1), expected)
@@ -45,7 +45,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(merged, tmp_path):
                 found += 1
                 assert file.name in str(error)
             file.write_bytes(whole)
-    assert found > 20
+    assert found > 8
 
 
 def test_a_flip_anywhere_in_the_zip_directory_is_found(tmp_path):
@@ -54,8 +54,8 @@ def test_a_flip_anywhere_in_the_zip_directory_is_found(tmp_path):
     expected = load_for_rank(str(path), rank=0, world_size=1)
     whole = path.read_bytes()
     start = whole.find(b"PK\x01\x02")
-    for position in range(start, min(start + 160, len(whole))):  # data.pkl and what follows
-        _flip(path, position, 1 << position % 8)
+    for number, position in enumerate(range(start, start + 160, 2)):  # data.pkl and what follows
+        _flip(path, position, 1 << number % 8)
         try:
             assert_same_state(load_for_rank(str(path), rank=0, world_size=1), expected)
         except CheckpointError as error:

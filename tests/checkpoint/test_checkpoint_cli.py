@@ -1,7 +1,8 @@
-"""python -m fairseq_tutel.checkpoint inspect | merge | reshard | average."""
+"""python -m fairseq_tutel.checkpoint inspect | merge | reshard | average; refusals of them all."""
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -93,27 +94,40 @@ def test_average(saved, capsys, tmp_path):
         torch.testing.assert_close(value.double(), sum(of_seeds) / 3, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["reshard", "m.pt", "x.pt", "--ranks", "3"], "4 experts cannot be spread over 3 ranks"),
-        (["reshard", "m.pt", "m.pt", "--ranks", "2", "--force"], "is the source itself"),
-        (["merge", "m.pt", "x.bin"], "expected NAME.pt"),
-        (["merge", "nothing.pt", "x.pt"], "no such checkpoint"),
-        (["average", "m.pt", "e.pt", "x.pt"], "m.pt: has 4 experts, and e.pt 8"),
-        (["average", "m.pt", "m.pt"], "is the source itself"),
-        (["inspect", "nothing.pt"], "no such checkpoint"),
-    ],
-)
-def test_errors_are_one_line_and_exit_code_2(
-    saved, tmp_path, capsys, monkeypatch, arguments, words
-):
+REFUSED = {  # command in a folder with m.pt of 4 experts on 2 ranks, and e.pt of 8 -> words
+    "reshard m.pt x.pt --ranks 3": "4 experts cannot be spread over 3 ranks",
+    "reshard m.pt m.pt --ranks 2 --force": "is the source itself",
+    "merge m.pt x.bin": "expected NAME.pt",
+    "merge nothing.pt x.pt": "no such checkpoint",
+    "average m.pt e.pt x.pt": "m.pt: has 4 experts, and e.pt 8",
+    "average m.pt m.pt": "is the source itself",
+    "inspect nothing.pt": "no such checkpoint",
+    "grow m.pt x.pt --num-experts 4": "has 4 experts, 4 are not more .see `shrink`",
+    "grow m.pt x.pt --num-experts 5": "5 experts cannot be spread over 2 .* --ranks",
+    "grow m.pt x.pt --num-experts 8 --by load --load no.jsonl": "no.jsonl: no such file",
+    "grow m.pt m.pt --num-experts 8 --force": "is the source itself",
+    "grow m.pt e.pt --num-experts 8": "e.pt: exists; use --force to replace it",
+    "shrink m.pt x.pt --num-experts 4": "4 must be at least .*, which a token chooses",
+    "shrink m.pt x.pt --dense shared": "has no shared expert .* --dense one or",
+    "shrink m.pt m.pt --dense": "is the source itself",
+    "shrink m.pt e.pt --dense": "e.pt: exists; use --force to replace it",
+    "shrink m.pt x.pt --dense --ranks 2": "--ranks 2: a dense model",
+    "upcycle m.pt x.pt --num-experts 8": "has experts; `grow` makes more of them",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refusals_are_one_line_and_exit_code_2(saved, tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     Reference(8).save("e.pt", 2)
+    if "exists" in REFUSED[command]:  # is refused before experts are read
+        for name in ("rank-0", "rank-1"):
+            os.truncate(member(saved, name), 0)
     before = names_in(tmp_path)
-    assert main(arguments) == 2
+    assert main(command.split()) == 2
     output = capsys.readouterr().err
-    assert words in output and output.startswith("error: ") and output.count("\n") == 1
+    assert output.startswith("error: ") and output.count("\n") == 1
+    assert re.search(REFUSED[command], output), output
     assert names_in(tmp_path) == before
 
 

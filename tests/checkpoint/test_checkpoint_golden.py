@@ -31,9 +31,16 @@ def expected_experts(folder: Path, ranks: int) -> dict:
     return experts
 
 
-@pytest.mark.parametrize(("run", "ranks"), [("top2_world1", 1), ("top2_world2", 2)])
-@pytest.mark.parametrize("moment", ["init", "final"])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("run", "ranks", "moment", "world_size"),
+    [
+        ("top2_world1", 1, "init", 1),
+        ("top2_world1", 1, "final", 8),
+        ("top2_world2", 2, "init", 4),
+        ("top2_world2", 2, "final", 1),
+        ("top2_world2", 2, "final", 2),
+    ],
+)
 def test_metas_files_load(run, ranks, moment, world_size):
     folder = GOLDEN / run / moment
     experts = expected_experts(folder, ranks)

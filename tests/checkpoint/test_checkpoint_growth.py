@@ -1,7 +1,6 @@
 """More experts and fewer: each new one against the old one that it is, by plain loops."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from helpers.assertions import assert_same_state
 from helpers.sets import names_in, set_names
 
 from fairseq_tutel.checkpoint import (
-    CheckpointError,
     inspect,
     load_file,
     read_set,
     reshard,
 )
-from fairseq_tutel.checkpoint.__main__ import main
 from fairseq_tutel.checkpoint.growth import grow, shrink, to_dense
 from fairseq_tutel.checkpoint.growth.selection import repeated
 
@@ -136,36 +133,3 @@ def test_the_flags_to_continue_training_with_are_printed(saved, tmp_path, caplog
         assert [
             r.getMessage() for r in caplog.records if "continue training with" in r.getMessage()
         ] == [f"continue training with: {words}"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("grow m.pt x.pt --num-experts 4", "has 4 experts, 4 are not more .see `shrink`"),
-        ("grow m.pt x.pt --num-experts 5", "5 experts cannot be spread over 2 .* --ranks"),
-        ("grow m.pt x.pt --num-experts 8 --by load --load no.jsonl", "no.jsonl: no such file"),
-        ("grow m.pt m.pt --num-experts 8 --force", "is the source itself"),
-        ("shrink m.pt x.pt --num-experts 4", "4 must be at least .*, which a token chooses"),
-        ("shrink m.pt x.pt --dense shared", "has no shared expert .* --dense one or"),
-        ("shrink m.pt m.pt --dense", "is the source itself"),
-        ("shrink m.pt x.pt --dense --ranks 2", "--ranks 2: a dense model"),
-        ("upcycle m.pt x.pt --num-experts 8", "has experts; `grow` makes more of them"),
-    ],
-)
-def test_refusals_are_one_line(saved, tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    before = names_in(tmp_path)
-    assert main(words.split()) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("error: ") and output.count("\n") == 1
-    assert re.search(message, output), output
-    assert names_in(tmp_path) == before
-
-
-@pytest.mark.parametrize("change", [lambda *paths: grow(*paths, 8), to_dense])
-def test_a_target_that_exists_is_refused_before_experts_are_read(saved, tmp_path, change):
-    (tmp_path / "there.pt").touch()
-    for file in tmp_path.glob("m-rank-*"):
-        file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="there.pt: exists; use --force to replace it"):
-        change(saved, str(tmp_path / "there.pt"))

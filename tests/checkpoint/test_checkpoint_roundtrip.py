@@ -35,8 +35,7 @@ def load_on_two_ranks(*paths):
     )
 
 
-@pytest.mark.parametrize("num_experts", [2, 4, 8])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("num_experts", "world_size"), [(2, 4), (4, 1), (4, 4), (8, 2)])
 def test_save_then_load_at_any_world_size(tmp_path, num_experts, world_size):
     reference, path = Reference(num_experts), str(tmp_path / "new" / f"{BEST}.pt")
     reference.save(path, world_size)
@@ -71,7 +70,7 @@ def test_files_have_metas_layout(tmp_path):
     assert set(rank_1["last_optimizer_state"]["named_state"]) == set(rank_1["model"])
 
 
-@pytest.mark.parametrize("num_experts", [2, 4, 8])
+@pytest.mark.parametrize("num_experts", [2, 8])
 def test_reshard_and_merge_and_back_is_the_identity(tmp_path, num_experts):
     reference = Reference(num_experts)
     first = str(tmp_path / "first.pt")

@@ -1,6 +1,7 @@
-"""A set in the layout of NLLB-200 (54.5B): 24+24 layers, 128 experts, 256 ranks, each expert twice.
+"""A set in the layout of NLLB-200 (54.5B): 24+24 layers, a file of each expert, each file twice.
 
-Only its widths are others: those files have 350 GB. The set is written by loops over names.
+Its widths are others, and it has 32 experts, not 128: those files have 350 GB. The set is written
+by loops over names.
 """
 
 from argparse import Namespace
@@ -17,7 +18,7 @@ from fairseq_tutel.checkpoint.__main__ import format_report
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
 from fairseq_tutel.integrations.fairseq.programs import evaluation
 
-E, RANKS, WIDTH, HIDDEN, WORDS = 128, 256, 4, 3, 8
+E, RANKS, WIDTH, HIDDEN, WORDS = 32, 64, 4, 3, 8
 STEM = "checkpoint_2_300000"
 SPARSE = [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(3, 24, 4)]
 SHAPES = {"fc1.weight": (HIDDEN, WIDTH), "fc1.bias": (HIDDEN,), "fc2.weight": (WIDTH, HIDDEN),
@@ -52,6 +53,7 @@ def ours():
     """Arguments of our model of these sizes; the branch's has the same options."""
     parser = options.get_training_parser()
     words = f"""--task dummy_mt --dict-size {WORDS - 4} --arch transformer_moe_nllb_54b
+        --moe-expert-count {E}
         --encoder-embed-dim {WIDTH} --decoder-embed-dim {WIDTH} --encoder-ffn-embed-dim {HIDDEN}
         --decoder-ffn-embed-dim {HIDDEN} --encoder-attention-heads 2 --decoder-attention-heads 2"""
     return options.parse_args_and_arch(parser, input_args=words.split())
@@ -88,7 +90,7 @@ def published(tmp_path_factory):
     return folder, whole
 
 
-@pytest.mark.parametrize("world_size, rank", [(8, 3), (256, 200)])
+@pytest.mark.parametrize("world_size, rank", [(8, 3), (64, 50)])
 def test_a_rank_opens_the_files_of_its_experts_alone(published, monkeypatch, world_size, rank):
     folder, whole = published
     opened, load = [], reader_module.load_file
@@ -137,27 +139,27 @@ def test_inspect_counts_every_expert_once(published):
     assert report["moe_layers"] == SPARSE
     assert report["params_total"] == sum(tensor.numel() for tensor in whole.values())
     assert (report["num_updates"], report["optimizer_state"]) == (300000, "foreign")
-    assert "set of 128 rank files and 128 that repeat them" in format_report(report)
+    assert f"set of {E} rank files and {E} that repeat them" in format_report(report)
 
 
 def test_any_copy_of_a_file_serves_and_one_that_differs_is_found(published, tmp_path):
     folder, whole = published
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    (tmp_path / f"{STEM}-rank-77.pt").unlink()
+    (tmp_path / f"{STEM}-rank-17.pt").unlink()
     path = str(tmp_path / f"{STEM}.pt")
-    model = load_for_rank(path, rank=77, world_size=128)["model"]
+    model = load_for_rank(path, rank=17, world_size=E)["model"]
     name = "decoder.layers.23.moe_layer.experts.{}.fc1.weight"
-    assert torch.equal(model[name.format(0)], whole[name.format(77)])
-    spoilt = tmp_path / f"{STEM}-rank-130.pt"
+    assert torch.equal(model[name.format(0)], whole[name.format(17)])
+    spoilt = tmp_path / f"{STEM}-rank-34.pt"
     state = torch.load(spoilt, weights_only=False)
     spoilt.unlink()
     state["model"][name.format(0)] += 1
     torch.save(state, spoilt)
     (problem,) = inspect(path, verify=True)["problems"]
-    assert f"rank-130.pt: a replica that differs from {STEM}-rank-2.pt" in problem
-    (tmp_path / f"{STEM}-rank-205.pt").unlink()
-    with pytest.raises(CheckpointError, match="1 of 128 rank files missing: .*rank-77.pt"):
+    assert f"rank-34.pt: a replica that differs from {STEM}-rank-2.pt" in problem
+    (tmp_path / f"{STEM}-rank-49.pt").unlink()
+    with pytest.raises(CheckpointError, match="1 of 32 rank files missing: .*rank-17.pt"):
         load_for_rank(path, rank=0, world_size=8)
 
 
@@ -169,5 +171,5 @@ def test_it_is_exported(published, tmp_path):
     (file,) = made.glob("*.safetensors")
     found, expert = load_tensors(file), "decoder.layers.23.{}fc1.weight"
     assert len(found) == len(whole) - 2  # the embedding once
-    got = found["model." + expert.format("ffn.experts.expert_77.")]
-    assert torch.equal(got, whole[expert.format("moe_layer.experts.77.")])
+    got = found["model." + expert.format("ffn.experts.expert_17.")]
+    assert torch.equal(got, whole[expert.format("moe_layer.experts.17.")])

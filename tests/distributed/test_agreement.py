@@ -260,6 +260,7 @@ def _differ_where_ranks_may():
     ):
         results = []
         for call in (change if rank else lambda layer, x: layer(x), lambda layer, x: layer(x)):
+            torch.manual_seed(0)
             layer = MoELayer(8, 4, 8, capacity_factor=0.0, seed=0, **options)
             layer.train(change is not _evaluated)
             torch.manual_seed(rank)

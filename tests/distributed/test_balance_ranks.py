@@ -46,12 +46,8 @@ def skewed(skew, sizes, experts, top_k=2):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "experts", "group_size", "degree"),
-    [(2, 8, 0, 1), (4, 8, 0, 2), (4, 2, 0, 1), (4, 6, 2, 1)],
-)
-@on_ranks()
-def test_as_one_process(world_size, experts, group_size, degree):
+def _as_one_process(experts, group_size, degree):
+    _, world_size = process_world()
     sizes = (40, 0, 30, 50)[:world_size]
     x, target, rows = tokens_of(sizes)
     groups = build_groups(experts, expert_parallel_size=group_size)
@@ -59,7 +55,7 @@ def test_as_one_process(world_size, experts, group_size, degree):
     helped = 0
     for skew in SKEWS:
         choices = skewed(skew, sizes, experts, top_k=2 if experts > 2 else 1)
-        # gradients of experts: test_fuzz.py, test_equivalence.py of fairseq's
+        # gradients of experts: test_fuzz.py, moe/test_product.py
         want = run(make_layer(ExpertParallelGroups(experts)), x, target, choices=choices)
         found = run(layer, x[rows], target[rows], choices=choices[rows])
         for name in ("y", "x"):
@@ -77,43 +73,27 @@ def test_as_one_process(world_size, experts, group_size, degree):
     assert helped >= 3
 
 
+@on_ranks(4)
+def test_as_one_process():
+    for experts, group_size, degree in ((8, 0, 2), (2, 0, 1), (6, 2, 1)):
+        _as_one_process(experts, group_size, degree)
+
+
 @on_ranks(2)
-def test_one_program_for_all_modes():
-    """Half precision under autocast, frozen experts, measured speeds, and too few rows to pay."""
+def test_a_price_decides_whether_rows_are_moved():
+    """The measured one, the same on all ranks, or a given one, here too high."""
     rank, ranks = process_world()
     sizes = (40, 30)
-    x, target, rows = tokens_of(sizes, torch.float32)
-    choices = skewed("one", sizes, 8)[rows]
-    for options in ({"balance_min_rows": 0}, {"balance_min_rows": 10**6}, {}):
-        plain = make_layer(build_groups(8), dtype=torch.float32)
-        layer = make_layer(build_groups(8), dtype=torch.float32, exchange=balancing(**options))
-        with torch.autocast("cpu", torch.bfloat16):
-            found, want = (run(each, x[rows], target[rows], choices=choices)
-                           for each in (layer, plain))  # fmt: skip
-            _, aux = layer(x[rows], choices=choices, return_aux=True)
-        torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)
+    x, _, rows = tokens_of(sizes)
+    choices, groups = skewed("one", sizes, 8)[rows], build_groups(8)
+    for least in (0, 10**6, 1):
+        layer = make_layer(groups, exchange=balancing(balance_min_rows=least))
+        _, aux = layer(x[rows], choices=choices, return_aux=True)
         moved = torch.tensor([aux.record.bytes_moved])
         torch.distributed.all_reduce(moved)
-        assert (moved > 0) == (options == {}) or options == {"balance_min_rows": 0}
-    some = {"fc1_weight", "fc2_bias"}
-    for each in (layer, plain):
-        for name in some:
-            getattr(each.experts, name).requires_grad_(False)
-    partly, whole = (run(each, x[rows], target[rows], choices=choices) for each in (layer, plain))
-    assert {name for name, value in partly.items() if value is None} == {
-        f"experts.{name}" for name in some
-    }
-    for name, value in partly.items():
-        if value is not None:
-            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-5)
-    layer.experts.requires_grad_(False)
-    frozen = run(layer, x[rows], target[rows], choices=choices)
-    assert frozen["experts.fc1_weight"] is None
-    torch.testing.assert_close(frozen["x"], want["x"], rtol=0.02, atol=0.02)
+        assert least == 0 or (moved > 0) == (least == 1)
     device = torch.device("cpu")
-    measured = [
-        measured_break_even(layer.groups, torch.float32, device, training=t) for t in (0, 1)
-    ]
+    measured = [measured_break_even(groups, torch.float32, device, training=t) for t in (0, 1)]
     assert 1 <= measured[1] <= measured[0]
     table = [torch.tensor(measured) for _ in range(ranks)]
     torch.distributed.all_gather(table, table[rank])

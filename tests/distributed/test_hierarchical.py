@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from helpers.distributed import on_ranks
-from helpers.layers import compare_with_linear, make_layer, run, tokens_of
+from helpers.layers import compare_with_linear
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups, process_world
@@ -16,21 +16,8 @@ from fairseq_tutel.distributed.world import even_nodes, ranks_per_node
 FACTORS = (("padded", 1.0), ("ragged", 0.0), ("ragged", -0.5), ("evaluation", 1.0))
 
 
-def _switch():
-    choices = [ExchangeConfig(name, 2, degree) for name in ("linear", "2dh") for degree in (1, 2)]
-    groups, (x, target, rows) = build_groups(8), tokens_of()
-    layer = make_layer(groups)
-    layer.prepare_exchanges(choices)
-    for each in choices:
-        got = run(layer, x[rows], target[rows], exchange=each)
-        want = run(make_layer(groups, exchange=each), x[rows], target[rows])
-        assert all(torch.equal(got[name], value) for name, value in want.items()), each
-    assert layer.exchange_config == ExchangeConfig()
-
-
 @on_ranks(4, timeout=200)
 def test_a_layer_is_the_same_bit_for_bit():
-    _switch()
     exchange = ExchangeConfig("2dh", 2)
     for number, (layout, factor) in enumerate(FACTORS):
         dtype = (torch.float64, torch.bfloat16)[number % 2]  # of rows alone, all: test_exchange.py
