@@ -1,4 +1,4 @@
-"""What belongs to a forward pass stays with it: choices, records, losses, counts, traces.
+"""What belongs to a forward pass stays with it: choices, records, losses, counts.
 
 A table of features, ways to run a model, and orders of passes. The reference is a loop that calls
 the layers with explicit arguments, and counts by hand.
@@ -6,25 +6,21 @@ the layers with explicit arguments, and counts by hand.
 
 import copy
 import io
-import json
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq.data import Dictionary
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
-from fairseq_tutel.integrations.fairseq.programs.trace import RoutingTrace
 from fairseq_tutel.moe import MoELayer
 
 M, E, K, RATE = 6, 4, 2, 0.01
 NAMES = ["blocks.0.layer", "blocks.1.layer"]
 
-FEATURES = ("replay", "record", "collect", "update", "bias", "trace")
+FEATURES = ("replay", "record", "collect", "update", "bias")
 RECOMPUTED = {"plain": None, "checkpoint": False, "reentrant": True}
 # slow ways to run: the whole model or one of its blocks is compiled, in two orders
 COMPILED = (
@@ -66,11 +62,7 @@ class Model(nn.Module):
         self.recomputes, self.whole = recomputes, whole
         self.returns = self.loss = None  # whether blocks return their aux losses, and the sum
 
-    @property
-    def moe_layers(self):
-        return {number: block.layer for number, block in enumerate(self.blocks)}
-
-    def forward(self, src_tokens, h):
+    def forward(self, h):
         self.loss = 0
         for block in self.blocks:
             args = (h, True) if self.returns else (h,)
@@ -88,7 +80,7 @@ def build(feature, run):
     options = {"update": {"balance_scope": "update"}}
     options["bias"] = {"load_bias": "sign", "load_bias_rate": RATE}
     recomputes = False if run.endswith("checkpoints") else RECOMPUTED.get(run)
-    whole = run in RECOMPUTED and feature in ("replay", "trace")
+    whole = run in RECOMPUTED and feature == "replay"
     model = Model(recomputes, whole, **options.get(feature, {})).double()
     model.returns = feature == "update" and run == "reentrant"
     return model
@@ -97,7 +89,7 @@ def build(feature, run):
 def caller(model, run):
     """Return the function that runs a pass."""
     if model.whole and model.recomputes is not None:
-        return lambda *args: checkpoint(model, *args, use_reentrant=model.recomputes)
+        return lambda h: checkpoint(model, h, use_reentrant=model.recomputes)
     if run.startswith("block"):
         model.blocks[1].compile(backend="eager")
     elif "compiled" in run:
@@ -111,8 +103,7 @@ def inputs(letter, feature="replay"):
     seed = ord("A" if feature == "replay" and letter == "B" else letter)
     generator = torch.Generator().manual_seed(seed)
     h = torch.randn(2, 5, M, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(4, 9, (2, 5), generator=generator)
-    return tokens, h.requires_grad_(letter.isupper())
+    return h.requires_grad_(letter.isupper())
 
 
 def given(letter):
@@ -128,7 +119,7 @@ def reference(feature, order):
     for letter in ORDERS[order]:
         model.train(letter != "e")
         with torch.set_grad_enabled(letter.isupper()):
-            _, h = inputs(letter, feature)
+            h = inputs(letter, feature)
             chosen, losses, here = [], [], []
             for i, (name, block) in enumerate(zip(NAMES, model.blocks, strict=True)):
                 x = block.before(h)
@@ -165,20 +156,20 @@ def grads(model):
 
 def a_pass(feature, run, model, call, letter, passes):
     """Run a pass with the feature; return its output with loss, and what it reports."""
-    args = inputs(letter, feature)
+    h = inputs(letter, feature)
     if feature == "replay" and letter in "AB":
         with training.replay_choices(model, given(letter)):
-            return call(*args).square().sum(), None
+            return call(h).square().sum(), None
     if feature == "record":
         with training.record_choices(model) as choices:
-            y = call(*args)
+            y = call(h)
         return y.square().sum(), [choices[name].long() for name in NAMES]
     if model.returns:
-        return call(*args).square().sum() + model.loss, model.loss.item()
+        return call(h).square().sum() + model.loss, model.loss.item()
     if feature not in ("collect", "update", "bias"):
-        return call(*args).square().sum(), None
+        return call(h).square().sum(), None
     with training.collect_aux(model) as aux:
-        loss = call(*args).square().sum()
+        loss = call(h).square().sum()
     passes.append(aux)
     if run == "reentrant" and letter.isupper():
         with pytest.raises(RuntimeError, match=r"blocks.0.layer.* has no gradient"):
@@ -188,18 +179,13 @@ def a_pass(feature, run, model, call, letter, passes):
     return loss + (0 if feature == "bias" else aux.loss), aux.loss.item()
 
 
-def run_passes(feature, run, order, folder):
+def run_passes(feature, run, order):
     """Run an update; return gradients, what each pass reported, and the moved biases."""
     model = build(feature, run)
     call = caller(model, run)
     if run.endswith("then asked"):
-        call(*inputs("A"))
+        call(inputs("A"))
         training.end_update(model)
-    trace = None
-    if feature == "trace":
-        dictionary = Dictionary()
-        dictionary.symbols += list("vwxyz")
-        trace = RoutingTrace(str(folder), model, SimpleNamespace(source_dictionary=dictionary))
     total, reports, passes = 0, [], []
     for letter in ORDERS[order]:
         model.train(letter != "e")
@@ -211,19 +197,15 @@ def run_passes(feature, run, order, folder):
     total.backward()
     if feature == "bias":
         training.update_load_bias(model, passes)
-    if trace is not None:
-        lines = (folder / "trace-rank-0.jsonl").read_text().splitlines()[1:]
-        choices = [json.loads(line)["choices"] for line in lines]
-        reports = [[torch.tensor(c).view(2, 5, K) for c in each.values()] for each in choices]
     return model, reports
 
 
 @pytest.mark.parametrize("feature, run, order", CASES)
-def test_a_pass_keeps_what_is_its_own(feature, run, order, tmp_path):
+def test_a_pass_keeps_what_is_its_own(feature, run, order):
     torch._dynamo.reset()
     gradients, chosen, losses, biases = reference(feature, order)
-    model, reports = run_passes(feature, run, order, tmp_path)
-    if feature in ("record", "trace"):
+    model, reports = run_passes(feature, run, order)
+    if feature == "record":
         torch.testing.assert_close(reports, chosen)
     elif feature in ("collect", "update"):
         assert reports == pytest.approx(losses, rel=1e-9)
@@ -237,18 +219,18 @@ def test_a_pass_keeps_what_is_its_own(feature, run, order, tmp_path):
 
 def twice(model, outer, inner):
     """A checkpoint in another."""
-    inside = lambda *args: checkpoint(model, *args, use_reentrant=inner)  # noqa: E731
-    return lambda *args: checkpoint(inside, *args, use_reentrant=outer)
+    inside = lambda h: checkpoint(model, h, use_reentrant=inner)  # noqa: E731
+    return lambda h: checkpoint(inside, h, use_reentrant=outer)
 
 
 def with_block_inside(model, reentrant):
     """A checkpointed function that opens a block itself."""
 
-    def replayed(*args):
+    def replayed(h):
         with training.replay_choices(model, given("A")):
-            return model(*args)
+            return model(h)
 
-    return lambda *args: checkpoint(replayed, *args, use_reentrant=reentrant)
+    return lambda h: checkpoint(replayed, h, use_reentrant=reentrant)
 
 
 @pytest.mark.parametrize(
@@ -269,30 +251,30 @@ def test_a_block_reaches_the_recomputations_of_its_calls_alone(make):
     model = build("replay", "plain")
     call = make(model)
     with training.replay_choices(model, given("B")), training.replay_choices(model, given("A")):
-        y = call(*inputs("A"))
-    copied, args = copy.deepcopy(model), inputs("r")
+        y = call(inputs("A"))
+    copied, h = copy.deepcopy(model), inputs("r")
     with training.record_choices(model) as choices:  # of another pass
         y.square().sum().backward()
         assert not choices
-        model(*args)
+        model(h)
     torch.testing.assert_close(grads(model), gradients)
     with training.record_choices(copied) as of_copy:
-        copied(*args)
+        copied(h)
     assert all(torch.equal(of_copy[name], choices[name]) for name in NAMES)
 
 
 def test_copies_and_files_of_a_model_begin_without_a_pass():
-    model, args = build("replay", "checkpoint"), inputs("A")
-    free = model(*args)
+    model, h = build("replay", "checkpoint"), inputs("A")
+    free = model(h)
     with training.replay_choices(model, given("A")), training.collect_aux(model):
-        y = model(*args)
+        y = model(h)
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     torch.save(model, file := io.BytesIO())  # the recomputation is still to come
     file.seek(0)
     copies.append(torch.load(file, weights_only=False))
     assert not torch.allclose(y, free)
     for each in copies:
-        torch.testing.assert_close(each(*args), free)
+        torch.testing.assert_close(each(h), free)
         assert not any(block.layer.requests.served for block in each.blocks)
 
 
