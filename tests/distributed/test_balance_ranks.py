@@ -80,11 +80,11 @@ def test_as_one_process():
 
 
 @on_ranks(2)
-def test_a_price_decides_whether_rows_are_moved():
-    """The measured one, the same on all ranks, or a given one, here too high."""
+def test_a_price_decides_whether_rows_are_moved_and_parts_may_be_frozen():
+    """The measured price, the same on all ranks, or a given one, here too high."""
     rank, ranks = process_world()
     sizes = (40, 30)
-    x, _, rows = tokens_of(sizes)
+    x, target, rows = tokens_of(sizes)
     choices, groups = skewed("one", sizes, 8)[rows], build_groups(8)
     for least in (0, 10**6, 1):
         layer = make_layer(groups, exchange=balancing(balance_min_rows=least))
@@ -92,6 +92,13 @@ def test_a_price_decides_whether_rows_are_moved():
         moved = torch.tensor([aux.record.bytes_moved])
         torch.distributed.all_reduce(moved)
         assert least == 0 or (moved > 0) == (least == 1)
+    plain = make_layer(groups)
+    for each in (layer, plain):
+        each.experts.fc1_weight.requires_grad_(False)
+        each.experts.fc2_bias.requires_grad_(False)
+    got, want = (run(each, x[rows], target[rows], choices=choices) for each in (layer, plain))
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
     device = torch.device("cpu")
     measured = [measured_break_even(groups, torch.float32, device, training=t) for t in (0, 1)]
     assert 1 <= measured[1] <= measured[0]
