@@ -138,6 +138,8 @@ def test_refusals_are_one_line_and_exit_code_2(saved, tmp_path, capsys, monkeypa
         (["merge", "--help"], 0, "its folder is made if missing"),
         (["reshard", "--help"], 0, "number of ranks W"),
         (["reshard", "m.pt", "x.pt", "--ranks", "0"], 2, "--ranks: 0 must be at least 1"),
+        (["grow", "m.pt", "x.pt"], 2, "are required: --num-experts"),
+        (["shrink", "m.pt", "x.pt"], 2, "one of the arguments --num-experts --dense is required"),
     ],
 )
 def test_help_and_refused_options(capsys, arguments, code, words):

@@ -13,12 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.assertions import assert_same_state, rms_ratio
 from helpers.distributed import run_ranks
-from helpers.sets import names_in, set_names
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import training
-from fairseq_tutel.checkpoint import inspect, merge
 from fairseq_tutel.distributed import build_groups, is_sharded, process_world
 from fairseq_tutel.moe import MoELayer
 
@@ -258,22 +256,6 @@ def test_half_precision_inside():
         assert 1e-5 < abs(first / norms[0] - 1) < 0.05
         assert rest == pytest.approx(norms[1:], rel=0.25)  # rounding grows from step to step
         assert all(rms_ratio(value, state[name]) < 0.15 for name, value in own.items())
-
-
-def test_a_host_without_ranks_saves_the_same_files(tmp_path):
-    """One process writes one rank file; its set resumes on two ranks."""
-    path = str(tmp_path / "alone.pt")
-    assert_same(start(EXPERTS, "", path)[0], reference(EXPERTS)[0])
-    assert names_in(tmp_path) == set_names("alone", 1) | {"alone.pt.dcp"}
-    found = inspect(path, verify=True)
-    assert found["consistent"], found["problems"]
-    assert (found["num_experts"], found["optimizer_state"]) == (EXPERTS, "by name")
-    merged, model = str(tmp_path / "merged" / "alone.pt"), Model(EXPERTS)
-    merge(path, merged)
-    assert training.load_checkpoint(merged, model)["step"] == HALF
-    assert_same(model.state_dict(), reference(EXPERTS)[0])
-    _, state = run_ranks(go_on, 2, EXPERTS, "wrap", path)[0]
-    assert_same(state, reference(EXPERTS)[1])
 
 
 def test_collecting_changes_nothing_for_the_caller():
