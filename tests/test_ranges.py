@@ -79,30 +79,24 @@ def test_all_wrong_options_are_in_one_line():
 @pytest.mark.parametrize("name", RANGES)
 def test_the_layers_options_keep_to_their_ranges(name):
     good = MoEConfig(num_experts=2, top_k=1, gate_noise=0.5)
-    allowed = RANGES[name]
-    assert getattr(good, name) in allowed
-    for number in outside(allowed):
+    assert getattr(good, name) in RANGES[name]
+    for number in outside(RANGES[name]):
         with pytest.raises(ValueError, match=f"{name}={number}.* must be"):
             replace(good, **{name: number})
 
 
 def test_every_number_among_the_layers_options_has_a_range():
-    numbers = {name for name, f in MoEConfig.__dataclass_fields__.items()
-               if f.type in ("int", "float")}  # fmt: skip
-    assert numbers == set(RANGES)
+    assert {f.name for f in fields(MoEConfig) if f.type in ("int", "float")} == set(RANGES)
 
 
 @pytest.mark.parametrize(
     "option, value, objection",
     [
-        ("--node-rank", "-1", "-1 must be at least 0"),
         ("--master-port", "65536", "65536 must be at least 1 and at most 65535"),
-        ("--nnodes", "0", "0 must be at least 1"),
         ("--master-port", "1.5", "'1.5' is not a whole number"),
     ],
 )
 def test_the_launchers_options_keep_to_their_ranges(option, value, objection, capsys):
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="2"):
         build_parser().parse_args([option, value, "--", "true"])
-    assert caught.value.code == 2
     assert f"argument {option}: {objection}" in capsys.readouterr().err

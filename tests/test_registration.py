@@ -1,21 +1,41 @@
-"""When the package registers with fairseq, and where its configs are."""
+"""What an import costs and changes, when the package registers, and where its configs are."""
 
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 from helpers.commands import ROOT, run
 
 from fairseq_tutel.__main__ import main
 from fairseq_tutel.command_line import CONFIGS, config_directory
 
-PROGRAM = """
-import logging, sys, warnings
-factory, hook, filters = logging.getLogRecordFactory(), sys.excepthook, list(warnings.filters)
-import fairseq_tutel.moe
-assert not {"fairseq", "fairseq_cli", "hydra"} & {name.split(".")[0] for name in sys.modules}
+ALONE = """
+import logging, sys
+factory, hook = logging.getLogRecordFactory(), sys.excepthook
+import fairseq_tutel
+assert "torch" not in sys.modules and "fairseq_tutel.moe" not in sys.modules
+assert {"MoELayer", "replace_ffn", "register"} <= set(dir(fairseq_tutel))
+assert set(fairseq_tutel.__all__) <= set(dir(fairseq_tutel))
+import torch
+before = set(sys.modules)
+from fairseq_tutel import MoELayer, replace_ffn
+import fairseq_tutel.moe as moe
+assert MoELayer is moe.MoELayer and replace_ffn is moe.replace_ffn
+new = set(sys.modules) - before
+rooms = {name.partition(".")[0] for name in new} - set(sys.stdlib_module_names)
+assert rooms == {"fairseq_tutel"}, sorted(new)  # nor Triton, nor torch's tracer
+assert not hasattr(fairseq_tutel, "MoELayers")
+layer, x = MoELayer(16, 4, 32), torch.randn(8, 16)
+layer(x)
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    layer(x)
+assert counter.get_total_flops() > 4 * 8 * 16 * 32
 assert (factory, hook) == (logging.getLogRecordFactory(), sys.excepthook)
+"""
+IN_FAIRSEQ = """
 from fairseq import models
 from fairseq.trainer import Trainer
 import fairseq_tutel.integrations.fairseq.models
@@ -29,8 +49,7 @@ assert Trainer.__new__ is not object.__new__
 
 def test_imports_change_nothing_and_a_call_registers():
     """Run a process of its own: here, the tests themselves have registered already."""
-    pytest.importorskip("fairseq")
-    run([sys.executable, "-c", PROGRAM])
+    run([sys.executable, "-c", ALONE + (IN_FAIRSEQ if find_spec("fairseq") else "")])
 
 
 def test_configs_are_found_by_name_from_anywhere(monkeypatch, tmp_path, capsys):

@@ -63,9 +63,7 @@ def call_in(linear: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
         for name, param in linear.named_parameters()
         if param.is_floating_point() and param.dtype != dtype
     }
-    if not others or autocast_dtype(x.device) is not None:
-        return linear(x)
-    return torch.func.functional_call(linear, others, (x,))
+    return torch.func.functional_call(linear, others, (x,)) if others else linear(x)
 
 
 def untraced(function: Callable) -> Callable:

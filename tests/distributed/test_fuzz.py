@@ -1,10 +1,11 @@
-"""Random layers on several ranks against loops over tokens in fp64 that know no rank.
+"""Random layers on one rank or more against loops over tokens in fp64 that know no rank.
 
 A case is a seed: placement, groups, r, algorithm, degree, capacity, top-k, uneven and empty ranks.
 ``FUZZ_SEEDS=7,8 python -m pytest tests/distributed/test_fuzz.py`` runs those alone; a failure names
 its seed.
 """
 
+import functools
 import os
 import random
 from collections import OrderedDict
@@ -22,10 +23,8 @@ from fairseq_tutel.config import ExchangeConfig, MoEConfig
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
 
-pytestmark = pytest.mark.long
-
 # by ranks; on 2 cores a case on 8 of them costs as much as three on 2
-SEEDS = {2: range(0, 240, 2), 4: range(1, 280, 2), 8: range(0, 240, 4)}
+SEEDS = {1: range(60), 2: range(0, 240, 2), 4: range(1, 280, 2), 8: range(0, 240, 4)}
 ENDS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 GATED = ("fc_gate.weight", "fc_gate.bias", *ENDS)
 # which dimension has the hidden units
@@ -105,6 +104,8 @@ def case_of(seed, ranks=4):
         clamped=not own and rng.random() < 0.25,
         shared=rng.random() < 0.3,
         tokens=tuple(tokens),
+        nulls=rng.choice([0, 0, 3]) if groups == 1 else 0,
+        padded=rng.random() < 0.3,  # whether about every third token is padding
         helped=False,  # whether ranks help each other
     )
     if placement == "sliced" or own or rng.random() < 0.3:
@@ -126,11 +127,12 @@ def routing_of(case):
         **(dict(zip(names, case.groups, strict=True)) if case.groups[0] > 1 else {}),
         "score_function": "sigmoid" if case.sigmoid else "softmax",
         "load_bias": "frozen" if case.biased else "none",
+        "null_experts": case.nulls,
     }
 
 
 def tensors_of(case):
-    """Tokens and targets of each rank, the gate's weight, {(expert, end): tensor}, bias; fp64."""
+    """Tokens, targets, padding of each rank, the gate's weight, {(expert, end): tensor}, bias."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape):
@@ -140,7 +142,9 @@ def tensors_of(case):
     shapes = dict(zip(GATED, 2 * ((f, m), (f,)) + ((m, f), (m,)), strict=True))
     weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in case.ends}
     xs, targets = ([draw(count, m) for count in case.tokens] for _ in range(2))
-    return xs, targets, draw(case.experts, m), weights, draw(case.experts).float()
+    pads = [draw(count) > 0.4 if case.padded else None for count in case.tokens]
+    outputs = case.experts + case.nulls
+    return xs, targets, pads, draw(outputs, m), weights, draw(outputs).float()
 
 
 def shared_of(case):
@@ -182,7 +186,7 @@ def shared_output(x_M, case):
 
 def oracle(case):
     """(by rank y, d_x, balance loss and rows kept by expert; d_gate; d_weights)"""
-    xs, targets, gate, weights, bias = tensors_of(case)
+    xs, targets, pads, gate, weights, bias = tensors_of(case)
     leaves, config = [*xs, gate, *weights.values()], MoEConfig(case.experts, **routing_of(case))
     for leaf in leaves:
         leaf.requires_grad_()
@@ -191,6 +195,7 @@ def oracle(case):
         block = rank // case.group_size * case.group_size
         of_group = slice(block, block + case.group_size) if case.slices == 1 else slice(None)
         given = {"bias_E": bias if case.biased else None, "num_tokens": max(case.tokens[of_group])}
+        given["pad_T"] = pads[rank]
         routed = naive.gating(x_TM @ gate.t(), config, case.training, **given)
         y = [shared_output(x_M, case) for x_M in x_TM]
         for (t, _), (expert, _) in routed.place.items():
@@ -250,7 +255,7 @@ def layer_of(case):
         **routing_of(case),
         **own,
     )
-    _, _, gate, weights, bias = tensors_of(case)
+    *_, gate, weights, bias = tensors_of(case)
     experts, index = case.place(rank)
     state = {
         f"experts.{slot}.{end}": cut(weights[e, end], case, end, index)
@@ -265,14 +270,14 @@ def layer_of(case):
 def run(case):
     """y, d_x, balance loss, rows kept by expert, d_gate and {(expert, end): d_weight} of a rank."""
     rank, _ = process_world()
-    layer, (xs, targets, *_) = layer_of(case), tensors_of(case)
-    x = xs[rank].requires_grad_()
+    layer, (xs, targets, pads, *_) = layer_of(case), tensors_of(case)
+    x, call = xs[rank].requires_grad_(), functools.partial(layer, pad_mask=pads[rank])
     if case.recompute is None:
-        y, aux = layer(x, return_aux=True)
+        y, aux = call(x, return_aux=True)
         loss, count = aux.loss, aux.num_kept_per_expert_E.tolist()
         ((y * targets[rank]).sum() + case.balance * loss).backward()
     else:
-        y, loss, count = checkpoint(layer, x, use_reentrant=case.recompute), None, None
+        y, loss, count = checkpoint(call, x, use_reentrant=case.recompute), None, None
         (y * targets[rank]).sum().backward()
     experts, _ = case.place(rank)
     grads = {}
@@ -323,9 +328,10 @@ def check(case, by_rank):
         compare(f"the gradient of {key}", sums[key], grad, case)
 
 
-@pytest.mark.parametrize(
-    "ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+LONG = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 8)]
+
+
+@pytest.mark.parametrize("ranks", [1, *LONG])
 def test_the_layer_is_the_loop_over_tokens(ranks):
     given = os.environ.get("FUZZ_SEEDS")
     seeds = SEEDS[ranks]

@@ -21,18 +21,21 @@ CASES = {
     "bounded, prioritised, normalised before": dict(
         capacity_factor=-0.5, batch_prioritized=True, normalize_before_dropping=True
     ),
-    "unnormalised top-3": dict(top_k=3, capacity_factor=0.5, unnormalized_weights=True),
+    "unnormalised top-3, z-loss, relu": dict(
+        top_k=3, capacity_factor=0.5, unnormalized_weights=True, z_loss_weight=0.1,
+        activation="relu",
+    ),
     "sampling and padding": dict(second_expert_policy="sampling", use_pad_mask=True),
     "random": dict(second_expert_policy="random"),
     "gated with biases": dict(expert_network="swiglu", expert_options={"bias": True}),
     "clamped with biases": dict(
         expert_network="clamped_swiglu", expert_options={"bias": True}, capacity_factor=0.0
     ),
-    "z-loss, relu": dict(z_loss_weight=0.1, activation="relu"),
+    "gated, dropless": dict(expert_network="geglu", capacity_factor=0.0),
     "null and shared experts, outputs masked": dict(
         null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

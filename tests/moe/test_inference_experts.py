@@ -1,4 +1,7 @@
-"""Experts that are held for evaluation alone: in a file, in bf16, in int8."""
+"""Experts that are held for evaluation alone: in a file, in bf16, in int8.
+
+On ranks, other networks: test_product.py.
+"""
 
 import pytest
 import torch
@@ -38,7 +41,7 @@ def as_int8(weight):
     return out
 
 
-NETWORKS = [{}, {"hidden_dim": 24}, {"activation": "relu"}, {"expert_network": "swiglu"},
+NETWORKS = [{"hidden_dim": 24, "activation": "relu"},
             {"expert_network": "geglu", "expert_options": {"bias": True}}]  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def test_mapped_experts_are_the_state_dict():
 
 
 @pytest.mark.parametrize("options", NETWORKS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 200])
+@pytest.mark.parametrize("tokens", [1, 200])
 @pytest.mark.parametrize("storage, most", [("mapped", 1e-6), ("bf16", 8e-3), ("int8", 1e-2)])
 @torch.no_grad()
 def test_held_experts_are_those_of_the_held_weights(storage, most, options, tokens):

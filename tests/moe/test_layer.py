@@ -1,14 +1,11 @@
-"""The whole layer on one rank against a loop over tokens and experts, and its interface."""
+"""The interface of a layer on one rank. Its numbers: test_product.py, test_fuzz.py."""
 
 import gc
 
 import pytest
 import torch
-from experts_on_ranks import gradients as gradients_by_name
-from helpers import naive
 from helpers.assertions import assert_close
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.config import ExpertConfig
@@ -17,19 +14,6 @@ from fairseq_tutel.moe import MoEConfig, MoELayer
 from fairseq_tutel.training import collect_aux
 
 M, HIDDEN, E = 6, 10, 4
-NAMES = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
-
-# name -> options of the layer; 14 tokens: ceil(14/4) = 4 slots per choice, so that some are dropped
-CASES = {
-    "top1": {"top_k": 1},
-    "top2": {"top_k": 2},
-    "top2 padding": {"top_k": 2, "balance_over": "all"},
-    "top4 is every expert": {"top_k": 4, "capacity_factor": 0.5},
-    "top1 shared expert": {"top_k": 1, "shared_expert_dim": 5},
-    "top2 dropless shared expert": {"capacity_factor": 0.0, "shared_expert_dim": 5},
-    "gated shared expert": {"shared_expert_dim": 5, "shared_expert_gate": True},
-    "null experts": {"top_k": 2, "null_experts": 3, "capacity_factor": 0.0},
-}
 
 
 def make_layer(dtype=torch.float64, **options):
@@ -41,72 +25,11 @@ def make_layer(dtype=torch.float64, **options):
     return layer
 
 
-def leaves(layer):
-    """Own copies of all weights under their names in a state dict."""
-    return {
-        name: value.detach().clone().double().requires_grad_()
-        for name, value in layer.state_dict().items()
-    }
-
-
-def gradients(layer):
-    """Gradient of every parameter under the name of its weight in a state dict."""
-    grads = {f"experts.{n}": g for n, g in gradients_by_name(layer.experts).items()}
-    others = {n: p.grad for n, p in layer.named_parameters() if not n.startswith("experts.")}
-    return {**others, **grads}
-
-
-def loop(weights, x_TM, config, training, pad_T):
-    """(y, gating) by a loop over tokens and experts."""
-
-    def network(x, prefix):
-        w1, b1, w2, b2 = (weights[f"{prefix}.{name}"] for name in NAMES)
-        return w2 @ F.gelu(w1 @ x + b1) + b2
-
-    gate = weights["gate.wg.weight"]
-    y, routed = naive.layer(
-        x_TM, gate, lambda x, e: network(x, f"experts.{e}"), config, training, pad_T=pad_T
-    )
-    if "shared_expert.fc1.weight" in weights:
-        shared = torch.stack([network(x, "shared_expert") for x in x_TM])
-        if "shared_expert.gate.weight" in weights:
-            shared = (x_TM @ weights["shared_expert.gate.weight"].t()).sigmoid() * shared
-        y = y + shared
-    return y, routed
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("name", CASES)
-def test_layer_equals_a_loop(name, training, dtype):
-    options = CASES[name]
-    layer = make_layer(dtype, **options).train(training)
-    weights = leaves(layer)
-    x = torch.randn(2, 7, M, dtype=dtype, requires_grad=True)
-    pad = torch.tensor([[0] * 7, [0] * 4 + [1] * 3]).bool() if name == "top2 padding" else None
-    y, aux = layer(x, pad_mask=pad, return_aux=True)
-    target = torch.randn_like(y)
-    ((y * target).sum() + 2 * aux.loss).backward()
-
-    own_x = x.detach().double().reshape(14, M).requires_grad_()
-    pad_T = None if pad is None else pad.flatten()
-    want, routed = loop(weights, own_x, layer.config, training, pad_T)
-    ((want * target.double().reshape(14, M)).sum() + 2 * routed.loss).backward()
-
-    assert y.shape == x.shape and y.dtype == dtype
-    assert_close("y", y.reshape(14, M), want, dtype)
-    assert_close("aux loss", aux.loss, routed.loss, dtype)
-    assert_close("gradient of x", x.grad.reshape(14, M), own_x.grad, dtype)
-    grads = gradients(layer)
-    assert set(grads) == set(weights)
-    for key, weight in weights.items():
-        grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        assert_close(f"gradient of {key}", grads[key], grad, dtype)
-    nulls = 100 * routed.num_null / (14 * layer.config.top_k)
-    assert aux.null_share.item() == pytest.approx(nulls)
+def test_a_report_is_short_to_print():
+    _, aux = make_layer(null_experts=2)(torch.randn(3, M).double(), return_aux=True)
+    nulls = aux.num_null_KN.sum().item()
+    assert aux.null_share.item() == pytest.approx(100 * nulls / (3 * 2))
     assert repr(aux).startswith("MoEAux(loss=tensor(") and len(repr(aux)) < 200
-    for key, value in aux.metrics_dict().items():
-        assert value == pytest.approx(routed.metrics[key], rel=1e-5, abs=1e-5), key
 
 
 def test_a_schedule_of_capacities_keeps_few_configs():
@@ -207,13 +130,11 @@ def test_top_k_and_capacity_factor_of_one_call(training):
 
 
 def test_input_dropout_and_jitter_change_training_only():
-    x = torch.randn(14, M)
+    x, plain = torch.randn(14, M), make_layer(torch.float32, capacity_factor=0.0)
     for name in ("input_dropout", "input_jitter"):
         layer = make_layer(torch.float32, capacity_factor=0.0, **{name: 0.6})
-        plain = make_layer(torch.float32, capacity_factor=0.0)
-        assert torch.equal(layer.eval()(x), plain.eval()(x))
-        torch.manual_seed(0)
-        assert not torch.allclose(layer.train()(x), plain.train()(x))
+        assert not torch.allclose(layer(x), plain(x))
+        assert torch.equal(layer.eval()(x), plain(x))
 
 
 def test_jitter_reaches_the_gate_only():

@@ -14,6 +14,7 @@ from helpers.pairs import cover_pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fairseq_tutel import ops
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
@@ -37,6 +38,22 @@ AXES = {
     "observed": (False, True),  # whether the experts have a hook
     "recompute": (None, True, False),
     "frozen": ("nothing", "experts", "tokens"),
+    "kernels": (False,),
+}
+# the same by Triton's kernels, which compute in fp32
+IN_KERNELS = AXES | {
+    "network": ("ffn", "geglu", "leaky"),  # others: test_backends.py
+    "keep": ("fast", "lean", "minimal"),
+    "compute": ("same",),
+    "held": ("trained",),
+    "lora": ("none", "same"),
+    "place": ("alone", "ranks"),
+    "degree": (1, 2),
+    "wire": ("same",),
+    "helped": (False,),
+    "autocast": (False,),
+    "recompute": (None,),
+    "kernels": (True,),
 }
 OPTIONS = {
     "swiglu": {"bias": True},
@@ -112,10 +129,10 @@ def refused(plain, names):
     return None if invalid(plain) else plain
 
 
-def cells():
+def cells(axes):
     """Cells that compute and hold each pair of values; for a refused pair a plain cell."""
     computed = lambda cell: not invalid(cell) and words(cell) is None  # noqa: E731
-    return cover_pairs(AXES, computed, refused)
+    return cover_pairs(axes, computed, refused)
 
 
 def words(cell):
@@ -175,6 +192,8 @@ def tolerance(cell):
     """Largest relative error: rounding of fp64, or of the formats in which a cell computes."""
     rounded = (cell.compute == "fp8") + (cell.keep == "lean fp8") + cell.autocast
     rounded += cell.wire != "same" and cell.place != "alone"
+    if cell.kernels:
+        return 1e-5
     fp32 = cell.lora in ("int8", "bf16")  # A and B
     return 0.09 * rounded + 0.01 * (cell.held in ("int8", "bf16")) + 1e-6 * fp32 or 1e-11
 
@@ -288,11 +307,13 @@ def run(cell):
     x, weight, choices, target = x[mine], weight[mine], choices[mine], target[mine]
     try:
         layer = build(cell)
-        layer = layer if cell.autocast else layer.double()
+        fp32 = cell.autocast or cell.kernels
+        layer = layer if fp32 else layer.double()
+        ops.set_backend("triton" if cell.kernels else "auto")
         load(cell, layer)
         if cell.observed:
             layer.experts.register_forward_hook(lambda *call: None)
-        dtype = torch.float32 if cell.autocast else torch.float64
+        dtype = torch.float32 if fp32 else torch.float64
         x, weight = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
         if cell.frozen == "experts":
             layer.experts.requires_grad_(False)
@@ -374,9 +395,13 @@ def check(cell, by_rank):
             near(key, sum(parts), wanted)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_cell_is_the_loop_or_refused(ranks):
-    chosen = [cell for cell in cells() if (cell.place == "alone") == (ranks == 1)]
+WAYS = [(AXES, 1), (AXES, 2)]
+WAYS += [pytest.param(IN_KERNELS, n, marks=pytest.mark.interpreted) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("axes, ranks", WAYS, ids=["torch-1", "torch-2", "triton-1", "triton-2"])
+def test_each_cell_is_the_loop_or_refused(axes, ranks):
+    chosen = [cell for cell in cells(axes) if (cell.place == "alone") == (ranks == 1)]
     results = run_ranks(_run_all, ranks, chosen, timeout=200)
     failures = []
     for number, cell in enumerate(chosen):

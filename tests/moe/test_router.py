@@ -240,7 +240,6 @@ def by_logarithms(logits, expert_TK, score_function):
 @pytest.mark.parametrize(
     "options",
     [
-        {"score_function": "sigmoid"},
         {"score_function": "sigmoid", "load_bias": "sign"},
         {"score_function": "sigmoid", "overflow_rerouting": 2, "capacity_factor": 4.0},
         {"null_experts": 2},

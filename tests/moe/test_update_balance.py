@@ -1,5 +1,6 @@
 """The balance loss over the load of a whole update: all its micro-batches, on all ranks."""
 
+import itertools
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.moe.recomputation import recalled
 
 M, E = 6, 4
 # tokens of the two ranks in each micro-batch; one with none
@@ -92,6 +94,20 @@ def test_a_pass_is_balanced_by_the_load_of_the_update_up_to_it():
             for got, got_grad in updates:  # the second update does not see the first
                 assert got == pytest.approx(losses, rel=1e-12), (way, together)
                 torch.testing.assert_close(got_grad, grad, msg=f"{way} {together}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_each_recomputation_recalls_the_calls_of_one_key_in_order(reentrant):
+    values, seen = itertools.count(), []
+
+    def call(x):
+        seen.append([recalled("key", lambda: next(values)) for _ in range(2)])
+        return x.exp()
+
+    y = checkpoint(call, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    assert seen == 3 * [[0, 1]]
 
 
 def test_evaluation_is_balanced_by_its_own_load_and_counts_nothing():

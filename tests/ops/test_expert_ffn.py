@@ -1,6 +1,4 @@
-"""The expert network against a loop over rows, block by block and as whole products."""
-
-import itertools
+"""The operator of the experts' network against a loop over rows; routed: test_routed_ffn.py."""
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.backends.torch import _expert_rows
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import Experts, MoELayer
-from fairseq_tutel.ops import backend
 
 E, N, M, F = 3, 5, 4, 6
 OFFSETS = {"padded": None, "ragged": [4, 4, 9], "full": [2, 9, 12], "empty": [0, 0, 0]}
@@ -23,17 +20,12 @@ FORMULAS = ("gelu", "gelu_accurate", "relu_squared", "silu", "relu", "tanh", *GA
 NAMES = ("rows", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-@pytest.fixture(
-    params=["one-block", "many-blocks", pytest.param("triton", marks=pytest.mark.interpreted)]
-)
+@pytest.fixture(params=["one-block", "many-blocks"])
 def way(request, monkeypatch):
-    """The rows of an expert in one block, as in small layers, in several, or as on a GPU."""
+    """The rows of an expert in one block, as in small layers, or in several."""
     if request.param == "many-blocks":
         monkeypatch.setattr(_expert_rows, "_PART_NUMEL", 1)
         monkeypatch.setattr(_expert_rows, "_MIN_ROWS", 2)
-    elif request.param == "triton":
-        monkeypatch.setattr(backend, "_requested", "triton")
-    return request.param
 
 
 def tensors(layout, dtype=torch.float64, requires_grad=True, halves=1, biased=True):
@@ -79,48 +71,36 @@ LOOPED = [
     *((layout, activation, torch.float64, biased) for layout in ("padded", "ragged", "empty")
       for activation in GATED for biased in (False, True)),
 ]  # fmt: skip
-# The kernels compute in fp32 at most, and the interpreter truncates to bf16. Other activations:
-# tests/backends/triton/test_kernels.py.
-IN_KERNELS = {
-    (layout, activation, torch.float if dtype == torch.double else dtype, biased)
-    for layout, activation, dtype, biased in LOOPED
-    if activation in ("gelu", "swiglu") and dtype != torch.bfloat16
-}
-BY_WAY = [
-    *itertools.product(("one-block", "many-blocks"), LOOPED),
-    *(pytest.param("triton", case, marks=pytest.mark.interpreted)
-      for case in sorted(IN_KERNELS, key=str)),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "case"), BY_WAY, indirect=["way"], ids=str)
+@pytest.mark.parametrize("case", LOOPED, ids=str)
 def test_equals_a_loop_over_rows(case, way):
-    """Products in the rows' dtype, bias and activation in fp32 at least; the loop in fp64."""
+    """Products in the rows' dtype, bias and activation in fp32 at least; the loop in fp64.
+
+    In kernels: test_product.py.
+    """
     layout, activation, dtype, biased = case
     args, offsets = tensors(layout, dtype, halves=1 + (activation in GATED), biased=biased)
     torch.manual_seed(6)  # of d_out: sums of few rows may cancel, which no tolerance covers
-    names = [name for name, x in zip(NAMES, args, strict=True) if x is not None]
+    given = {name: x for name, x in zip(NAMES, args, strict=True) if x is not None}
     wide = [None if x is None else x.detach().double().requires_grad_() for x in args]
-    leaves, wide_leaves = ([x for x in each if x is not None] for each in (args, wide))
     d_out = torch.randn(args[0].shape, dtype=torch.float64).to(dtype)
     want = row_by_row(wide, offsets, activation)
-    want_grads = [None] * len(leaves)
     if want.requires_grad:  # some row belongs to somebody
-        want_grads = torch.autograd.grad(want, wide_leaves, d_out.double(), allow_unused=True)
+        want.backward(d_out.double())
     got = ops.expert_ffn(*args, activation=activation, offsets=offsets)
-    got_grads = torch.autograd.grad(got, leaves, d_out)
+    got.backward(d_out)
     with torch.no_grad():
         evaluated = ops.expert_ffn(*args, activation=activation, offsets=offsets)
     assert got.dtype == evaluated.dtype == dtype
     used = slice(None) if offsets is None else slice(int(offsets[-1]))
     assert_close("evaluated", evaluated[used], want[used], dtype)
     assert_close("out", got[used], want[used], dtype)
-    for name, a, b in zip(names, got_grads, want_grads, strict=True):
+    for (name, leaf), wanted in zip(given.items(), filter(torch.is_tensor, wide), strict=True):
         rows = used if name == "rows" else slice(None)
-        b = torch.zeros_like(a) if b is None else b
-        assert a.dtype == dtype
-        assert_close(name, a[rows], b[rows], dtype)
-        assert a.stride() == b.contiguous().stride(), name
+        exact = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
+        assert_close(name, leaf.grad[rows], exact[rows], dtype)
+        assert leaf.grad.stride() == leaf.stride(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -135,7 +115,6 @@ def test_gated_products_that_other_libraries_take(dtype):
     assert_close("out", got[:98], want[:98], dtype)
 
 
-@pytest.mark.parametrize("way", ["one-block", "many-blocks"], indirect=True)
 def test_any_number_of_threads(way):
     """The same masks on each, and another number in the backward pass; the same bits again."""
     args, _ = tensors("padded")
@@ -185,6 +164,25 @@ def test_weight_gradients_of_many_rows_are_as_exact_as_one_product(dtype):
         assert error <= 1.2 * of_one_product
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_many_chunks_are_rounded_once(dtype):
+    """As exact as those of one; added up chunk by chunk they are not. In fp64: test_product.py."""
+    (rows, *params), _ = tensors("padded", dtype, requires_grad=False)
+    options, d_out = ops.FFNOptions("relu", (0.0, 0.0)), torch.rand_like(rows)
+    source = ops.Source(rows, None)
+    _, saved = ops.network_fwd(source, params, options, ops.ActivationMemory(), None)
+    *_, chunk = ops.network_bwd(source.like(d_out), source, None, saved, params, options)
+    wide = [param.double().requires_grad_() for param in params]
+    row_by_row([rows.double(), *wide], None, "relu").backward(d_out.double())
+    once, added = (ops.network_bwd_params(n * [chunk], params) for n in (64, 1))
+    limit = 2 * torch.finfo(dtype).eps
+    for got, one, param in zip(once, added, wide, strict=True):
+        total = torch.zeros_like(one)
+        for _ in range(64):
+            total += one
+        assert rms_ratio(got, 64 * param.grad) < limit < rms_ratio(total, 64 * param.grad)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
 def test_gradcheck_with_dropout(layout, activation):
@@ -203,8 +201,7 @@ def test_gradcheck_with_dropout(layout, activation):
 
 def test_unused_rows_may_hold_anything(way):
     """They are not read, in both directions."""
-    dtype = torch.float32 if way == "triton" else torch.float64
-    args, offsets = tensors("ragged", dtype, requires_grad=False)
+    args, offsets = tensors("ragged", requires_grad=False)
     results = []
     for poison in (0.0, float("nan")):
         args[0][9:] = poison
@@ -280,10 +277,10 @@ def test_errors(changes, message):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("way", ["triton"], indirect=True)
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
-def test_the_two_masks_of_a_gpu_differ_and_both_gradients_use_them(layout, way):
+def test_the_two_masks_of_a_gpu_differ_and_both_gradients_use_them(layout, backend):
     """With fc2 as the identity, what one mask drops the other must not drop too."""
+    backend("triton")
     size, rows = 32, 32
     eye, zero = torch.eye(size).expand(1, -1, -1), torch.zeros(1, size)
     x = torch.ones(1, rows, size) if layout == "padded" else torch.ones(rows, size)

@@ -123,8 +123,7 @@ def test_low_rank_updates():
 
 
 def count_on_ranks():
-    x = torch.randn(T, M, requires_grad=True)
-    counts = []
+    x, counts = torch.randn(T, M, requires_grad=True), []
     for degree, factor in itertools.product((1, 2), (0.0, 1.0)):
         given = {"groups": build_groups(E), "exchange": ExchangeConfig(overlap_degree=degree)}
         layer = MoELayer(M, E, F, top_k=K, capacity_factor=factor, seed=1, **given)
@@ -133,7 +132,5 @@ def count_on_ranks():
 
 
 def test_ranks_count_the_rows_that_they_compute():
-    counts = run_ranks(count_on_ranks, 2)
-    x = torch.randn(T, M, requires_grad=True)
-    for of_ranks in zip(*counts, strict=True):
-        assert sum(of_ranks) == 2 * flops(DenseLoop(), x)
+    counts, x = run_ranks(count_on_ranks, 2), torch.randn(T, M, requires_grad=True)
+    assert {sum(each) for each in zip(*counts, strict=True)} == {2 * flops(DenseLoop(), x)}

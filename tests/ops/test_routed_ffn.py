@@ -1,10 +1,9 @@
-"""Dispatch, experts and combine as one operator, against loops and the single operators."""
+"""Dispatch, experts and combine as one operator. Numbers: test_product.py."""
 
 import importlib
 
 import pytest
 import torch
-from helpers import naive
 from helpers.assertions import assert_close, rms_ratio
 from helpers.layers import run
 
@@ -17,8 +16,8 @@ operator = importlib.import_module("fairseq_tutel.ops.expert_ffn")  # a function
 T, K, E, M, F = 7, 3, 4, 8, 16
 
 
-def routed(gated, device, dtype):
-    """Tokens, maps and parameters: one expert has no rows, one pair is dropped."""
+def routed():
+    """Tokens, parameters, pairs and offsets: one expert has no rows, one pair is dropped."""
     expert_TK = torch.randint(3, (T, K))
     expert_TK[2, 1] = -1
     order = expert_TK.flatten().argsort(stable=True)[1:]  # without the dropped pair
@@ -26,48 +25,17 @@ def routed(gated, device, dtype):
     dest_row = torch.full((T * K,), -1, dtype=torch.int32)
     dest_row[order] = torch.arange(len(order), dtype=torch.int32)
     count_E = torch.bincount(expert_TK.flatten()[order], minlength=E)
-    width = 2 * F if gated else F
-    shapes = ((T, M), (E, width, M), (E, width), (E, M, F), (E, M))
-    given = [torch.randn(shape).to(dtype).to(device).requires_grad_() for shape in shapes]
-    maps = dest_row.view(T, K).to(device), src_pair.to(device)
-    return given, maps, count_E.cumsum(0).int().to(device)
-
-
-@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
-@pytest.mark.parametrize("memory", ["fast", "lean", "minimal"])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equals_the_three_operators(way, gated, memory, dtype, backend):
-    given, maps, offsets = routed(gated, "cpu", dtype)
-    expert_TK = torch.bucketize(maps[0], offsets, right=True).int().clamp(max=E - 1)
-    activation, weight = "swiglu" if gated else "silu", torch.rand(T, K).to(dtype).float()
-    dy = torch.randn(T, M).to(dtype)
-    exact = [value.detach().double().requires_grad_() for value in (weight, *given)]
-    rows = naive.dispatch(exact[1], *maps)
-    out = ops.expert_ffn(rows, *exact[2:], activation=activation, offsets=offsets)
-    want = naive.combine(out, maps[0], exact[0])
-    want.backward(dy.double())
-    backend(way)
-    x, *params = given
-    how = {
-        "options": ops.FFNOptions(activation, (0.0, 0.0)),
-        "memory": ops.ActivationMemory(memory),
-    }
-    weight.requires_grad_()
-    got = ops.routed_ffn(x, weight, *maps, expert_TK, *params, offsets=offsets, **how)
-    got.backward(dy)
-    assert_close("y", got, want, dtype)
-    names = "weight", "x", "w1", "b1", "w2", "b2"
-    for name, value, reference in zip(names, (weight, *given), exact, strict=True):
-        assert_close(name, value.grad, reference.grad, dtype)
+    shapes = ((T, M), (E, F, M), (E, F), (E, M, F), (E, M))
+    x, *params = (torch.randn(shape).requires_grad_() for shape in shapes)
+    pairs = torch.rand(T, K), dest_row.view(T, K), src_pair, torch.zeros(T, K, dtype=torch.int32)
+    return x, params, pairs, count_E.cumsum(0).int()
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("network", ["ffn", "swiglu"])
-def test_a_layer_with_and_without_written_rows(network, backend, monkeypatch):
+def test_a_layer_with_and_without_written_rows(backend, monkeypatch):
     """Equal to fp32's rounding; wide experts, and a hook that wants the rows, get them written."""
     backend("triton")
-    layer = MoELayer(M, E, F, top_k=K, capacity_factor=0.0, seed=1, expert_network=network)
+    layer = MoELayer(M, E, F, top_k=K, capacity_factor=0.0, seed=1, expert_network="swiglu")
     x = torch.randn(T, M)
     assert operator.gathers_tokens(x, layer.experts.fc1_weight)
     gathered = run(layer, x, x)
@@ -81,20 +49,24 @@ def test_a_layer_with_and_without_written_rows(network, backend, monkeypatch):
     assert seen == [T * K]
 
 
+def check_registered(x, pairs, params, offsets, keep, *tests):
+    how = "gelu", 0.0, 0.0, False, False, False, keep
+    args, names = (x, *pairs, *params, offsets, None, *how), ["test_schema", "test_faketensor"]
+    operator = torch.ops.fairseq_tutel.expert_ffn.default
+    torch.library.opcheck(operator, args, test_utils=[*names, *tests])
+    return operator(*args)
+
+
 @pytest.mark.parametrize("keep", ["fast same", "minimal same", "lean same", "lean fp8", ""])
 @pytest.mark.parametrize("is_routed", [True, False])
 def test_registered_operator(is_routed, keep):
-    given, maps, offsets = routed(False, "cpu", torch.float32)
-    x, *params = given
-    pairs = torch.rand(T, K, requires_grad=True), *maps, torch.zeros(T, K, dtype=torch.int32)
+    x, params, pairs, offsets = routed()
+    pairs[0].requires_grad_()
     if not is_routed:
         x, pairs = torch.randn(int(offsets[-1]), M, requires_grad=True), (None,) * 4
-    how = "gelu", 0.0, 0.0, False, False, False, keep
-    tests = ["test_schema", "test_faketensor"]
-    if keep and (is_routed or keep == "fast same"):
-        tests.append("test_autograd_registration")
-    args = x, *pairs, *params, offsets, None, *how
-    torch.library.opcheck(torch.ops.fairseq_tutel.expert_ffn.default, args, test_utils=tests)
+    differentiable = keep and (is_routed or keep == "fast same")
+    more = ["test_autograd_registration"] if differentiable else []
+    check_registered(x, pairs, params, offsets, keep, *more)
 
 
 NEW_FORMATS = {"e5m2": ("float8_e5m2", True, 1 + 4 / F), "half": ("bfloat16", False, 2)}
@@ -105,35 +77,26 @@ def test_a_format_of_kept_values_is_one_entry_of_a_table(name, monkeypatch):
     """It is kept so, restored, known to fake tensors and counted."""
     dtype, scaled, num_bytes = NEW_FORMATS[name]
     monkeypatch.setitem(STORED_FORMATS, name, StoredFormat("", dtype, scaled))
-    given, maps, offsets = routed(False, "cpu", torch.float32)
-    pairs = torch.rand(T, K), *maps, torch.zeros(T, K, dtype=torch.int32)
+    x, params, pairs, offsets = routed()
     results = []
     for memory in (ops.ActivationMemory(), ops.ActivationMemory("lean", name)):
         how = {"options": ops.FFNOptions("gelu", (0.0, 0.0)), "memory": memory}
-        y = ops.routed_ffn(given[0], *pairs, *given[1:], offsets=offsets, **how)
-        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), given)])
+        y = ops.routed_ffn(x, *pairs, *params, offsets=offsets, **how)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *params])])
     assert torch.equal(results[0][0], results[1][0])
     off = [rms_ratio(b, a) for a, b in zip(*(each[1:] for each in results), strict=True)]
     assert 1e-4 < max(off) < torch.finfo(getattr(torch, dtype)).eps
     assert memory.stored_bytes(4) == int(num_bytes)
-    how = "gelu", 0.0, 0.0, False, False, False, str(memory)
-    args = given[0], *pairs, *given[1:], offsets, None, *how
-    kept = torch.ops.fairseq_tutel.expert_ffn(*args)[2:4]
-    assert sum(x.nbytes for x in kept) == len(maps[1]) * F * num_bytes
-    tests = ["test_schema", "test_faketensor"]
-    torch.library.opcheck(torch.ops.fairseq_tutel.expert_ffn.default, args, test_utils=tests)
+    kept = check_registered(x, pairs, params, offsets, str(memory))[2:4]
+    assert sum(each.nbytes for each in kept) == len(pairs[2]) * F * num_bytes
 
 
 def test_refusals():
-    given, maps, offsets = routed(False, "cpu", torch.float32)
-    x, *params = given
-    how = {
-        "options": ops.FFNOptions("silu", (0.0, 0.0)),
-        "memory": ops.ActivationMemory(),
-        "offsets": offsets,
-    }
-    pairs = torch.rand(T, K), *maps, torch.zeros(T, K, dtype=torch.int32), *params
-    with pytest.raises(ValueError, match=r"x must be \(7, model_dim\)"):
-        ops.routed_ffn(x[:-1], *pairs, **how)
-    with pytest.raises(ValueError, match="src_pair must be"):
-        ops.routed_ffn(x, *pairs[:2], maps[1].long(), *pairs[3:], **how)
+    x, params, (weight, row, pair, expert), offsets = routed()
+    how = {"options": ops.FFNOptions("silu", (0.0, 0.0)), "memory": ops.ActivationMemory()}
+    for tokens, sources, words in (
+        (x[:-1], pair, r"x must be \(7, model_dim\)"),
+        (x, pair.long(), "src_pair must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.routed_ffn(tokens, weight, row, sources, expert, *params, offsets=offsets, **how)
