@@ -183,16 +183,12 @@ def untrained(groups=None):
     return layer
 
 
-def check_equal(layer, other):
-    torch.testing.assert_close(layer.state_dict(), other.state_dict())
-
-
 def check_files(folder, placement):
     groups = build_groups(E, placement=placement)
     layer, fresh = trained(groups), untrained(groups)
     training.save_lora(folder / "many", layer)
     training.load_lora(folder / "one", fresh)
-    check_equal(layer, fresh)
+    torch.testing.assert_close(layer.state_dict(), fresh.state_dict())
 
 
 @pytest.mark.parametrize("ranks, placement", [(2, "replicated"), (8, "sliced")])
@@ -202,7 +198,7 @@ def test_files_on_other_ranks(ranks, placement, tmp_path):
     training.save_lora(tmp_path / "one", layer)
     run_ranks(check_files, ranks, tmp_path, placement)
     training.load_lora(tmp_path / "many", fresh)
-    check_equal(layer, fresh)
+    torch.testing.assert_close(layer.state_dict(), fresh.state_dict())
 
 
 class Moving(torch.nn.Module):
@@ -276,7 +272,7 @@ def test_a_killed_process_leaves_the_old_or_the_new(renamed, tmp_path, monkeypat
     torch.testing.assert_close(loaded(x), (new if renamed else old)(x))
 
 
-@pytest.mark.parametrize("text", ["{}", "[3]", "", '{"r": true, "lora_alpha": 6}', '{"r": 3}'])
+@pytest.mark.parametrize("text", ["[3]", "", '{"r": true, "lora_alpha": 6}', '{"r": 3}'])
 def test_damaged_options_are_named(text, tmp_path):
     """Files of older versions have rank and alpha in adapter_config.json alone."""
     from safetensors.torch import load_file, save_file
