@@ -26,9 +26,8 @@ run_and_exit(main)
 
 
 def test_a_reader_that_has_ended_is_no_error():
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], **given) as process:
         assert process.stdout.readline() == "0\n"
         process.stdout.close()  # as head does
         assert process.wait(timeout=60) == 1

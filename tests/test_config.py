@@ -98,14 +98,9 @@ DRAWN = {**BIAS, "second_expert_policy": "sampling"}
         (MoEConfig, {**FORCED, "force_load": "0,0"}, ["force_load=0,0 must be numbers"]),
         (MoEConfig, {**FORCED, "force_load": "1,-1"}, ["force_load=1,-1 must be numbers"]),
         (MoEConfig, {**FORCED, "force_load": "1,1,1,1,1"}, ["5 shares for 4 experts"]),
-        (
-            MoEConfig,
-            {**FORCED, "force_load": "3,1,1,0"},
-            ["an expert 0.6", "=2 the", " 0.5"],
-        ),
+        (MoEConfig, {**FORCED, "force_load": "3,1,1,0"}, ["an expert 0.6", "=2 the", " 0.5"]),
         (ExchangeConfig, {"algorithm": "quick"}, ["'quick' is unknown; choose one of 2dh, linear"]),
         (ExchangeConfig, {"ranks_per_node": -1}, ["ranks_per_node=-1 must be at least 0"]),
-        (ExchangeConfig, {"ranks_per_node": 2.5}, ["ranks_per_node=2.5 must be a whole number"]),
     ],
 )
 def test_impossible_values_are_refused(config, options, words):

@@ -75,11 +75,9 @@ BREAKING = [
     (private_names, "from torch.autograd import forward_ad\nforward_ad._current_level"),
     (private_names, "from torch.utils._pytree import tree_map"),
     (private_names, "getattr(module, f'_{kind}_hooks')"),
-    (private_names, "getattr(torch, '_int8')"),
     (private_names, "sys.modules['torch.distributed._x']"),
     (private_names, "weight._version"),
     (conditions_on_choices, "if memory.mode == 'fast':\n    pass"),
-    (conditions_on_choices, "x = 1 if isinstance(w, Int8) else 2"),
     (conditions_on_choices, "[x for x in y if type(x) is LoRAExperts]"),
 ]
 
