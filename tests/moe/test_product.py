@@ -41,7 +41,7 @@ AXES = {
     "kernels": (False,),
 }
 # the same by Triton's kernels, which compute in fp32
-VARIED = ("padded", "skewed", "observed", "frozen")
+VARIED = ("padded", "skewed", "observed")
 IN_KERNELS = {name: values if name in VARIED else values[:1] for name, values in AXES.items()} | {
     "network": ("ffn", "geglu"), "keep": ("fast", "lean", "minimal"), "kernels": (True,),
 }  # fmt: skip
@@ -389,7 +389,7 @@ WAYS += [
 @pytest.mark.parametrize("axes, ranks", WAYS, ids=["torch-1", "torch-2", "triton-1", "triton-2"])
 def test_each_cell_is_the_loop_or_refused(axes, ranks):
     chosen = [cell for cell in cells(axes) if (cell.place == "alone") == (ranks == 1)]
-    results = run_ranks(_run_all, ranks, chosen, timeout=200)
+    results = run_ranks(_run_all, ranks, chosen, timeout=250)
     failures = []
     for number, cell in enumerate(chosen):
         try:
