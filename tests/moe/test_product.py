@@ -40,15 +40,14 @@ AXES = {
     "frozen": ("nothing", "experts", "tokens"),
     "kernels": (False,),
 }
-# the same by Triton's kernels, which compute in fp32
-VARIED = ("padded", "skewed", "observed")
-IN_KERNELS = {name: values if name in VARIED else values[:1] for name, values in AXES.items()} | {
-    "network": ("ffn", "geglu"), "keep": ("fast", "lean", "minimal"), "kernels": (True,),
-}  # fmt: skip
-CHUNKS_IN_KERNELS = {name: values[:1] for name, values in AXES.items()} | {
-    "network": ("geglu", "leaky"), "keep": ("fast", "lean"), "place": ("ranks",), "degree": (2,),
-    "padded": (False, True), "kernels": (True,),
-}  # fmt: skip
+# by Triton's kernels, which compute in fp32; with all that is kept: test_backends.py
+IN_KERNELS = [
+    {"network": "ffn", "keep": "lean", "observed": True},
+    {"network": "geglu", "keep": "lean", "skewed": True},
+    {"network": "geglu", "keep": "minimal", "padded": True},
+    {"network": "geglu", "keep": "lean", "place": "ranks", "degree": 2},
+    {"network": "leaky", "place": "ranks", "degree": 2},
+]
 OPTIONS = {
     "swiglu": {"bias": True},
     "geglu": {},
@@ -123,9 +122,12 @@ def refused(plain, names):
     return None if invalid(plain) else plain
 
 
-def cells(axes):
+def cells(kernels):
     """Cells that compute and hold each pair of values; for a refused pair a plain cell."""
-    return cover_pairs(axes, lambda cell: not invalid(cell) and words(cell) is None, refused)
+    if kernels:
+        plain = {name: values[0] for name, values in AXES.items()}
+        return [SimpleNamespace(**{**plain, "kernels": True, **cell}) for cell in IN_KERNELS]
+    return cover_pairs(AXES, lambda cell: not invalid(cell) and words(cell) is None, refused)
 
 
 def words(cell):
@@ -379,16 +381,12 @@ def check(cell, by_rank):
             near(key, sum(parts), wanted)
 
 
-WAYS = [(AXES, 1), (AXES, 2)]
-WAYS += [
-    pytest.param(axes, ranks, marks=pytest.mark.interpreted)
-    for axes, ranks in ((IN_KERNELS, 1), (CHUNKS_IN_KERNELS, 2))
-]
-
-
-@pytest.mark.parametrize("axes, ranks", WAYS, ids=["torch-1", "torch-2", "triton-1", "triton-2"])
-def test_each_cell_is_the_loop_or_refused(axes, ranks):
-    chosen = [cell for cell in cells(axes) if (cell.place == "alone") == (ranks == 1)]
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=pytest.mark.interpreted)], ids=["torch", "triton"]
+)
+def test_each_cell_is_the_loop_or_refused(kernels, ranks):
+    chosen = [cell for cell in cells(kernels) if (cell.place == "alone") == (ranks == 1)]
     results = run_ranks(_run_all, ranks, chosen, timeout=250)
     failures = []
     for number, cell in enumerate(chosen):
