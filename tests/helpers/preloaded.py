@@ -16,5 +16,9 @@ except ImportError:  # an environment with the layer alone
 else:
     import fairseq_tutel.plan.planner  # noqa: F401
 
-    fairseq_tutel.register()  # half a second: Hydra copies the options of every architecture
+    from .training import make_config
+
+    # a second: Hydra copies the options of every architecture, and reads them for the first config
+    fairseq_tutel.register()
+    make_config()
 gc.freeze()  # a collection in a rank would copy every page that it touches

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from helpers.commands import ROOT, SMALL_LM, environment, logged
+from helpers.commands import ROOT, SMALL_LM, logged
 from helpers.distributed import run_ranks
 from helpers.programs import requeued_in
 from helpers.sets import member, names_in
@@ -89,20 +88,24 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
     assert updates == [4, 8, 12]
 
 
-def test_the_signal_is_heard_where_the_program_is_run_as_a_module(tmp_path):
-    words = _WORDS.replace(f"--max-update {MAX_UPDATE}", "--max-update 100000").split()
-    command = [sys.executable, "-m", "fairseq_cli.train", *words, "--save-dir", str(tmp_path)]
-    how = {"cwd": ROOT, "env": environment(), "text": True, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as process:
-        try:
-            lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if '"num_updates": "2"' in line:
-                    process.send_signal(signal.SIGUSR1)
-            assert process.wait(60) == EXIT_REQUEUE, "".join(lines[-30:])
-        finally:
-            process.kill()
+_IN_THE_SECOND = """
+import os, signal
+from fairseq.trainer import Trainer
+train_step = Trainer.train_step
+
+def with_signal(self, *args, **kwargs):
+    if self.get_num_updates() == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return train_step(self, *args, **kwargs)
+
+Trainer.train_step = with_signal
+"""
+
+
+def test_the_signal_is_heard_where_the_program_is_run_as_a_module(programs, tmp_path):
+    command = ["-m", "fairseq_cli.train", *_WORDS.split(), "--save-dir", str(tmp_path)]
+    done = programs.run(command, prelude=_IN_THE_SECOND)
+    assert done.status == EXIT_REQUEUE, done.text[-3000:]
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 

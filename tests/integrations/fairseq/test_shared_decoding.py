@@ -55,11 +55,23 @@ def _of_one_process():
     return whole
 
 
+def _on_two_ranks():
+    """Hypotheses without and with ranks that help, and what a failure says, by name."""
+    helped = _generate(SHARES[:1], helped=True)
+    return {False: _generate(SHARES), True: helped, "score": _fail("score"),
+            "search": _fail("search")}  # fmt: skip
+
+
+@functools.cache
+def _of_two_ranks():
+    return run_ranks(_on_two_ranks, 2)
+
+
 @pytest.mark.parametrize("helped", [False, True])
 def test_hypotheses_are_those_of_one_process(helped):
     whole = _of_one_process()
     shares = SHARES[: 1 if helped else None]
-    ranks = run_ranks(_generate, 2, shares, helped)
+    ranks = [found[helped] for found in _of_two_ranks()]
     lengths = set()
     for number in range(len(shares)):
         for beam in range(len(BEAMS)):
@@ -99,6 +111,6 @@ def _fail(where):
     [("search", "KeyError: 'of rank 1'"), ("score", "ValueError: sentences are scored by")],
 )
 def test_a_rank_that_fails_ends_all(where, message):
-    first, second = run_ranks(_fail, 2, where, timeout=40)
+    first, second = (found[where] for found in _of_two_ranks())
     assert second.startswith(message)
     assert first == "RuntimeError: rank 1 failed in generation; see its error"

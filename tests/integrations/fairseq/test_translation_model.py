@@ -3,6 +3,7 @@
 import copy
 from argparse import Namespace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -154,27 +155,6 @@ def test_padding_takes_no_capacity_with_the_mask():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def _passes(options):
-    """For each, exchanges of integers per forward pass, and what the layers were told."""
-    calls, found, rank = [], [], process_world()[0]
-    original = agreement.gather_integers
-    agreement.gather_integers = lambda values, group=None: (
-        calls.append(list(values)) or original(values, group)
-    )
-    batch = make_pairs(rank, source=(3 + 4 * rank, 3), target=(12 - 4 * rank, 4))
-    for words in options:
-        calls.clear()
-        _, extra = forward(build(*FOUR, *words), batch)
-        found.append((len(calls), [aux.num_slots for aux in extra["moe"]]))
-    return found
-
-
-def test_ranks_agree_once_for_both_stacks():
-    # E * K * ceil(T / E) of the longest: 14 source tokens on rank 1, 24 target tokens on rank 0
-    want = [(1, [4 * 2 * 4, 4 * 2 * 6]), (1, [4 * 2 * 6])]
-    assert run_ranks(_passes, 2, ((), ("--decoder-moe-freq", "2"))) == [want] * 2
-
-
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -289,8 +269,28 @@ def test_a_translation_does_not_depend_on_its_batch(mask, beam):
     assert len(seen) > 2  # the model does not say the same of all
 
 
-def _generate_on_ranks():
-    cfg = pair_config("--moe-expert-count", "4")
+def _passes(options):
+    """For each, exchanges of integers per forward pass, and what the layers were told."""
+    calls, found, rank = [], [], process_world()[0]
+    batch = make_pairs(rank, source=(3 + 4 * rank, 3), target=(12 - 4 * rank, 4))
+    original = agreement.gather_integers
+
+    def counted(values, group=None):
+        calls.append(values)
+        return original(values, group)
+
+    for words in options:
+        model = build(*FOUR, *words)
+        with mock.patch.object(agreement, "gather_integers", counted):
+            _, extra = forward(model, batch)
+        found.append((len(calls), [aux.num_slots for aux in extra["moe"]]))
+        calls.clear()
+    return found
+
+
+def _on_two_ranks():
+    """The passes; generation is refused, also in validation, where the ranks share experts."""
+    cfg = pair_config(*FOUR)
     model = tasks.setup_task(cfg.task).build_model(cfg.model).eval()
     source = make_pairs(1)["net_input"]
     with pytest.raises(ValueError, match="the experts are spread over"):
@@ -301,7 +301,10 @@ def _generate_on_ranks():
         make_trainer(cfg, make_pairs(0))
     cfg.model.moe_expert_parallel_size = 1
     make_trainer(cfg, make_pairs(0))
+    return _passes([(), ("--decoder-moe-freq", "2")])
 
 
-def test_generation_on_ranks_that_share_experts_is_refused():
-    run_ranks(_generate_on_ranks, 2)
+def test_ranks_agree_once_for_both_stacks_and_do_not_generate():
+    # E * K * ceil(T / E) of the longest: 14 source tokens on rank 1, 24 target tokens on rank 0
+    want = [(1, [4 * 2 * 4, 4 * 2 * 6]), (1, [4 * 2 * 6])]
+    assert run_ranks(_on_two_ranks, 2) == [want] * 2

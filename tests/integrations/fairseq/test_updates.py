@@ -61,6 +61,38 @@ def test_checkpointed_activations_give_the_same_gradients(world_size):
                     assert rms_ratio(other_grads[name], grad) < 1e-6, name
 
 
+def _balanced(cfg):
+    """(Updates, gradients) of two updates of two equal batches, and of one of twice the size.
+
+    They stand beside validation: each counts its own tokens alone.
+    """
+    seed, found = 5 + process_world()[0], []
+    batch, large = make_batch(seed), make_batch(seed, sentences=8)
+    large["target"] = torch.cat([batch["target"]] * 2)
+    large["net_input"] = {k: torch.cat([v] * 2) for k, v in batch["net_input"].items()}
+    for samples in ([batch, batch], [large]):
+        trainer = make_trainer(cfg)
+        updates = record_updates(trainer)
+        for _ in range(2):
+            trainer.train_step(samples)
+            trainer.valid_step(make_batch(99))
+        found.append((updates, gradients(trainer)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_balance_over_the_update_equal_batches_are_one_large_batch(world_size):
+    """The gate loss is most of the loss. By hand: test_update_balance.py."""
+    words = "--moe-capacity-factor 0 --moe-gate-loss-scope update --moe-gate-loss-wt 50"
+    for by_words in on_ranks(world_size, _balanced, [words, f"{words} --checkpoint-activations"]):
+        for (updates, grads), (want_updates, want_grads) in by_words.values():
+            for got, want in zip(updates, want_updates, strict=True):
+                assert got.sums["loss"] == pytest.approx(want.sums["loss"], rel=1e-5)
+                assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
+            for name, grad in want_grads.items():
+                assert rms_ratio(grads[name], grad) < 1e-4 or name.endswith("k_proj.bias"), name
+
+
 def test_sqrt_world_size_makes_expert_gradients_larger():
     """By the root of the number of ranks that exchange tokens; dense gradients stay."""
     ways = ("world_size", "sqrt_world_size")
