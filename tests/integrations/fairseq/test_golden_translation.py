@@ -5,6 +5,7 @@ its generator made of the weights (CONTRIBUTING.md). Its two ranks generate toge
 one process loads the set.
 """
 
+import json
 import re
 from functools import cache
 
@@ -51,12 +52,9 @@ def _translations(text):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beam", [1, 4])
-@pytest.mark.parametrize("run, folder", WEIGHTS)
-def test_golden_translations(run, folder, beam, programs):
+def _generated(run, folder, beam):
+    """Name of the file that Meta's generator printed, and the command that repeats it."""
     name = "generate" + "_trained" * (folder == "trained") + "_beam1" * (beam == 1)
-    want = _translations((GOLDEN / run / f"{name}.txt").read_text())
     lines = (GOLDEN / run / "generate_args.txt").read_text().splitlines()
     (given,) = (line for line in lines if line.startswith(f"{name}.txt ("))
     # "name (ranks): data --path FILE options", with the overrides as one word between quotes
@@ -65,9 +63,30 @@ def test_golden_translations(run, folder, beam, programs):
     words[words.index("--path") + 1] = str(GOLDEN / run / folder / "checkpoint_last.pt")
     words += ["--model-overrides", overrides.strip().strip('"')]
     argv = ["fairseq-generate", str(GOLDEN / data), *words]
-    done = programs.run([*argv, "--user-dir", str(ROOT / "fairseq_tutel")], timeout=120.0)
-    assert done.status == 0, done.text[-3000:]
-    got = _translations(done.stdout)
+    return GOLDEN / run / f"{name}.txt", [*argv, "--user-dir", str(ROOT / "fairseq_tutel")]
+
+
+@pytest.fixture(scope="module")
+def printed(programs):
+    """What each command of fairseq-generate prints; they share a process."""
+    commands = [command for _, command in FILES.values()]
+    asked = json.dumps([[False, command] for command in commands])
+    done = programs.run(["-m", "several_programs"], text=asked, timeout=240.0)
+    texts = re.split(r"^=== \d+$", done.stdout, flags=re.MULTILINE)[1:]
+    assert len(texts) == len(commands), done.text[-3000:]
+    return dict(zip(FILES, texts, strict=True))
+
+
+FILES = {(*row, beam): _generated(*row, beam) for row in WEIGHTS for beam in (1, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run, folder, beam", FILES)
+def test_golden_translations(run, folder, beam, printed):
+    file, _ = FILES[run, folder, beam]
+    want, text = _translations(file.read_text()), printed[run, folder, beam]
+    assert text.rstrip().endswith("ended"), text[-3000:]
+    got = _translations(text)
     assert got.keys() == want.keys() and len(want) == 50
     for line, (scores, *texts) in want.items():
         tolerance = 1.01e-4 if line[0] == "P" else 1e-4  # P has four digits
