@@ -5,6 +5,7 @@ Sources and targets of a translation have different lengths, so that both are pa
 """
 
 import functools
+import re
 
 import pytest
 from helpers.assertions import rms_ratio
@@ -21,6 +22,7 @@ from helpers.translation import make_pairs, own_pairs, pair_config
 
 from fairseq_tutel.distributed import process_world, take_slice
 
+UPDATES = 3
 PYTORCH = "--ddp-backend pytorch_ddp"
 DROPLESS = "--moe-capacity-factor 0"
 HELPED = f"{DROPLESS} --moe-balance-ranks --moe-balance-min-rows 1 --moe-balance-tolerance 1"
@@ -95,28 +97,43 @@ def _fit(name, model, world_size):
         model.moe_ranks_per_node = 2
 
 
+def _sizes(name):
+    """Numbers of ranks: one for each run, and the other one too with --long.
+
+    Four where two would be none of it: groups, slices, nodes, more ranks than experts.
+    """
+    four = re.search("in groups|in slices|2dh|E=[12] K=1 drops|K=4 dropless", name)
+    return (4, 2) if four else (2, 4)
+
+
 def _train(cases):
     """Per case: every update's record, gradients of the first and the last, weights at the end."""
     found = {}
     for name, cfg in cases.items():
         translates = name.startswith("translation")
-        number, own = (3, own_pairs) if translates else (6, own_batches)
+        own = own_pairs if translates else own_batches
         _fit(name, cfg.model, process_world()[1])
         trainer = make_trainer(cfg, make_pairs(0) if translates else None)
         updates = record_updates(trainer)
         grads = []
-        for update in range(number):
+        for update in range(UPDATES):
             trainer.train_step(own(update, 8 if "update-freq 2" in name else 4))
-            if update in (0, number - 1):
+            if update in (0, UPDATES - 1):
                 grads.append(gradients(trainer))
-        assert trainer.get_num_updates() == len(updates) == number
+        assert trainer.get_num_updates() == len(updates) == UPDATES
         found[name] = (updates, grads, named(trainer))
     return found
 
 
 @functools.cache
-def trained(world_size):
-    return run_ranks(_train, world_size, configs(), timeout=280)
+def trained(world_size, usual=True):
+    """What :func:`_train` found on each rank; of several, for the runs of their usual number."""
+    cases = {
+        name: cfg
+        for name, cfg in configs().items()
+        if world_size == 1 or (_sizes(name)[0] == world_size) == usual
+    }
+    return run_ranks(_train, world_size, cases, timeout=280)
 
 
 def assert_equal_tensors(what, got, want, slices):
@@ -159,10 +176,11 @@ def assert_trained_like_one(one, ranks, sliced_experts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("usual", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_like_one(name, world_size):
-    ((one,), ranks) = ([found[name] for found in trained(size)] for size in (1, world_size))
+def test_ranks_train_like_one(name, usual):
+    (one,) = (found[name] for found in trained(1))
+    ranks = [found[name] for found in trained(_sizes(name)[not usual], usual)]
     if "wire" in name:  # rows are rounded on their way
         for updates, *_ in ranks:
             for got, want in zip(updates, one[0], strict=True):

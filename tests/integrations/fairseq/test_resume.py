@@ -19,7 +19,7 @@ from helpers.translation import make_pairs, own_pairs, pair_config
 
 from fairseq_tutel.distributed import process_world
 
-HALF, BATCHES = 3, 4  # updates before and after, micro-batches per update over all ranks
+HALF, BATCHES = 2, 4  # updates before and after, micro-batches per update over all ranks
 CASES = {
     "E=4 adam": "--moe-expert-count 4",
     "E=2 top1 pytorch_ddp": "--moe-expert-count 2 --moe-top1-expert --ddp-backend pytorch_ddp "
@@ -42,7 +42,16 @@ CASES = {
 }  # fmt: skip
 # --fp16-adam-stats after the save, unlike before
 CHANGED = {"E=4 memory-efficient-fp16": True, "E=2 in slices, fp16 statistics": False}
-MOVES = [(4, 4), (1, 2), (2, 4), (4, 2), (4, 1)]
+# ranks that save, ranks that go on
+MOVES = [(4, 4), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]
+# words of a case -> its moves without --long: four ranks where two would share nothing
+QUICK = {"groups": [(1, 2), (4, 4)], "slices": [(2, 4), (4, 2)], "fp16, sharded": [(2, 4), (4, 2)]}
+
+
+def _is_quick(name, *sizes):
+    """Whether a move, or a run that is not interrupted on so many ranks, needs no --long."""
+    moves = next((found for words, found in QUICK.items() if words in name), [(1, 2), (2, 1)])
+    return any(sizes in (move, move[:1], move[1:]) for move in moves)
 
 
 @functools.cache
@@ -135,39 +144,44 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def through(folder):
-    """Results of the runs that were not interrupted, by number of ranks; sets lie in ``folder``."""
+def runs(folder):
+    """Function (name, ranks) -> the results of a run; of a resumed one for two numbers of ranks.
+
+    Runs of the same ranks share their processes. The sets of those not interrupted lie in
+    ``folder``.
+    """
 
     @functools.cache
-    def run(world_size):
-        return run_ranks(_train_and_save, world_size, configs(), folder, timeout=120)
+    def run(sizes, quick):
+        cfgs = {n: cfg for n, cfg in configs().items() if _is_quick(n, *sizes) == quick}
+        if len(sizes) == 1:
+            return run_ranks(_train_and_save, *sizes, cfgs, folder, timeout=120)
+        return run_ranks(_resume, sizes[1], cfgs, folder, sizes[0], timeout=120)
 
-    return run
+    def of(name, *sizes):
+        if len(sizes) == 2:
+            of(name, sizes[0])  # saves
+        return [found[name] for found in run(sizes, _is_quick(name, *sizes))]
 
-
-@pytest.fixture(scope="module")
-def resumed(folder, through):
-    @functools.cache
-    def run(saved_by, world_size):
-        through(saved_by)
-        return run_ranks(_resume, world_size, configs(), folder, saved_by, timeout=120)
-
-    return run
+    return of
 
 
-@pytest.mark.parametrize("saved_by, world_size", MOVES)
-@pytest.mark.parametrize("name", CASES)
-def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through, resumed):
+ROWS = [
+    pytest.param(name, *move, marks=() if _is_quick(name, *move) else pytest.mark.long)
+    for name in CASES
+    for move in MOVES
+]
+
+
+@pytest.mark.parametrize("name, saved_by, world_size", ROWS)
+def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, runs):
     half = "16" in name
     same = saved_by == world_size
     weights = {}  # of all ranks: in groups, they may hold other experts
-    for found in through(world_size):
-        weights |= found[name][1]
-    for (want, own), (losses, end, position) in zip(
-        (found[name] for found in through(world_size)),
-        (found[name] for found in resumed(saved_by, world_size)),
-        strict=True,
-    ):
+    for _, held in runs(name, world_size):
+        weights |= held
+    both = zip(runs(name, world_size), runs(name, saved_by, world_size), strict=True)
+    for (want, own), (losses, end, position) in both:
         # training had an effect (on 0.12.2, from other weights, nag's first steps go up)
         assert want[HALF] != pytest.approx(want[0], rel=1e-4)
         # other ranks sum half gradients in another order, fp16 statistics are rounded
@@ -180,10 +194,10 @@ def test_goes_on_as_if_nothing_had_happened(name, saved_by, world_size, through,
         assert position["iterations_in_epoch"] == 12 * saved_by // world_size
 
 
-def test_a_set_of_slices_is_evaluated_with_whole_experts(folder, through):
+def test_a_set_of_slices_is_evaluated_with_whole_experts(folder, runs):
     """On one rank r=2 would be refused."""
-    through(4)
     name = "E=2 in slices, fp16 statistics"
+    runs(name, 4)
     path, task = _path(folder, name, 4), tasks.setup_task(configs()[name].task)
     (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task)
     assert model.moe_groups.placement == "replicated"
@@ -214,9 +228,9 @@ def _reset(cfg, folder, names):
     assert trainer.load_checkpoint(f"{folder}/checkpoint_last.pt") is None
 
 
-def test_resets_and_what_does_not_fit(folder, through):
-    through(1)
+def test_resets_and_what_does_not_fit(folder, runs):
     names = ("E=4 adam", "E=4 warm-up, momentum")
+    runs(names[0], 1)
     run_ranks(_reset, 1, configs()[names[0]], folder, names)
 
 
