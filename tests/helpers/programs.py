@@ -46,18 +46,15 @@ def requeued_in(update: int) -> str:
     """A prelude that makes fairseq-train send itself SIGUSR1 in the middle of an update."""
     return f"""
 import os, signal
-import fairseq_cli.train
-import fairseq_tutel
-fairseq_tutel.register()  # --user-dir does not import it again
-from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
-train_step = MoETrainer.train_step
+from fairseq.trainer import Trainer
+train_step = Trainer.train_step
 
 def with_signal(self, *args, **kwargs):
     if self.get_num_updates() == {update} - 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     return train_step(self, *args, **kwargs)
 
-MoETrainer.train_step = with_signal
+Trainer.train_step = with_signal
 """
 
 

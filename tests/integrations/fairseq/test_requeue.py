@@ -88,23 +88,9 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
     assert updates == [4, 8, 12]
 
 
-_IN_THE_SECOND = """
-import os, signal
-from fairseq.trainer import Trainer
-train_step = Trainer.train_step
-
-def with_signal(self, *args, **kwargs):
-    if self.get_num_updates() == 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    return train_step(self, *args, **kwargs)
-
-Trainer.train_step = with_signal
-"""
-
-
 def test_the_signal_is_heard_where_the_program_is_run_as_a_module(programs, tmp_path):
     command = ["-m", "fairseq_cli.train", *_WORDS.split(), "--save-dir", str(tmp_path)]
-    done = programs.run(command, prelude=_IN_THE_SECOND)
+    done = programs.run(command, prelude=requeued_in(2))
     assert done.status == EXIT_REQUEUE, done.text[-3000:]
     assert (tmp_path / "checkpoint_last.pt").exists()
 
