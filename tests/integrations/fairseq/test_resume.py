@@ -43,9 +43,13 @@ CASES = {
 # --fp16-adam-stats after the save, unlike before
 CHANGED = {"E=4 memory-efficient-fp16": True, "E=2 in slices, fp16 statistics": False}
 # ranks that save, ranks that go on
-MOVES = [(4, 4), (1, 2), (2, 1), (2, 4), (4, 2), (4, 1)]
-# words of a case -> its moves without --long: four ranks where two would share nothing
-QUICK = {"groups": [(1, 2), (4, 4)], "slices": [(2, 4), (4, 2)], "fp16, sharded": [(2, 4), (4, 2)]}
+MOVES = [(4, 4), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1)]
+# words of a case -> its moves without --long: four ranks where two would share nothing, and as many
+# ranks as saved where only their sums are equal to the last bit
+QUICK = {
+    "groups": [(1, 2), (4, 4)], "slices": [(2, 4), (4, 2)], "fp16, sharded": [(4, 4), (4, 2)],
+    "16": [(1, 2), (2, 2)],
+}  # fmt: skip
 
 
 def _is_quick(name, *sizes):
