@@ -76,10 +76,9 @@ def run_ranks(job: Job, env: Mapping[str, str]) -> int:
     threading.Thread(target=_pass_on_requests, args=(folder,), daemon=True).start()
     try:
         if code := _run(job, folder, env):
-            left = os.listdir(pids) if pids.is_dir() else []  # a cleaner of /tmp may have come
-            for pid in left:  # what is left of its group, as data loader workers
+            for pid in pids.glob("*"):  # what is left of its group, as data loader workers
                 with contextlib.suppress(OSError):
-                    os.killpg(int(pid), signal.SIGKILL)
+                    os.killpg(int(pid.name), signal.SIGKILL)
         return code or (int(outcome.read_text()) if outcome.exists() else 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

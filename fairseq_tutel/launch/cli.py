@@ -28,14 +28,6 @@ want to be queued again). LOGLEVEL=INFO shows what torch logs.
 """
 
 
-def _nproc(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a positive number nor auto")
-    return int(text)
-
-
 class _CommandLine(CommandLine):
     """Parser that names the ``--`` without which it takes options of COMMAND for its own."""
 
@@ -48,19 +40,19 @@ class _CommandLine(CommandLine):
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the launcher's own options; the command of the ranks follows ``--``."""
     parser = _CommandLine(
-        prog="python -m fairseq_tutel.launch",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m fairseq_tutel.launch", description=_DESCRIPTION, epilog=_EPILOG,
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
-    )
-    add, natural = parser.add_argument, in_range(int, at_least(0))
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add, positive = parser.add_argument, in_range(int, at_least(1))
     # fmt: off
-    add("--nproc-per-node", type=_nproc, metavar="N|auto", help="ranks to start on this node; "
+    add("--nproc-per-node", type=lambda text: None if text == "auto" else positive(text),
+        metavar="N|auto", help="ranks to start on this node; "
         "auto: COMMAND's own world size, or one per visible GPU, or 1 (default: auto)")
-    add("--nnodes", type=in_range(int, at_least(1)), metavar="N", help="nodes of the job, each "
+    add("--nnodes", type=positive, metavar="N", help="nodes of the job, each "
         "running this launcher (default: as srun or mpirun have it)")
-    add("--node-rank", type=natural, metavar="I", help="this node's number, from 0 on")
+    add("--node-rank", type=in_range(int, at_least(0)), metavar="I",
+        help="this node's number, from 0 on")
     add("--master-addr", metavar="HOST", help="host of rank 0 (default: MASTER_ADDR, or the first "
         "of SLURM's nodes, or this machine)")
     add("--master-port", type=in_range(int, Range(1, 65535)), metavar="PORT",

@@ -3,9 +3,8 @@
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..command_line import STARTUP
 from ..command_line.starters import Started, full_place, master_address, master_port
@@ -21,8 +20,7 @@ NCCL_PROFILES: dict[str, dict[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Ranks that this process starts, or the one that it becomes; entry.py says what makes one."""
 
     place: Started  # of the first rank
@@ -52,13 +50,11 @@ def find_place(options: Namespace, command: Command, env: Mapping[str, str], gpu
         place = given
     else:
         place = Started(source, node * nproc, nodes * nproc, 0, nproc, node, nodes, adopted=False)
-    for option, wanted, stands in (
-        ("--nnodes", options.nnodes, place.num_nodes),
-        ("--node-rank", options.node_rank, place.node_rank),
-        ("--nproc-per-node", options.nproc_per_node, place.local_world_size),
-    ):
-        if wanted not in (None, stands):
-            raise ValueError(f"{option} {wanted} contradicts {source}, which states {stands}")
+    stated = {"nnodes": place.num_nodes, "node_rank": place.node_rank}
+    for key, stands in (stated | {"nproc_per_node": place.local_world_size}).items():
+        if (wanted := getattr(options, key)) not in (None, stands):
+            what = f"--{key.replace('_', '-')} {wanted}"
+            raise ValueError(f"{what} contradicts {source}, which states {stands}")
     return place
 
 
@@ -70,10 +66,9 @@ def _assign_gpus(place: Started, gpus: Sequence[Gpu], seen: str | None) -> list[
         return [gpus[0] if i == place.local_rank else None for i in range(ranks)]
     if ranks > len(gpus):
         why = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
-        raise ValueError(
-            f"{ranks} ranks on this node but {len(gpus)} visible GPUs{why}: start fewer ranks, "
-            "or use the CPU (fairseq: --cpu or common.cpu=true, others: CUDA_VISIBLE_DEVICES=)"
-        )
+        cpu = "fairseq: --cpu or common.cpu=true, others: CUDA_VISIBLE_DEVICES="
+        found = f"{ranks} ranks on this node but {len(gpus)} visible GPUs{why}"
+        raise ValueError(f"{found}: start fewer ranks, or use the CPU ({cpu})")
     return list(gpus[:ranks])
 
 
@@ -120,14 +115,12 @@ def prepare_job(options: Namespace, command: Command, env: Mapping[str, str]) ->
     assigned = [None] * place.local_world_size if cpu else _assign_gpus(place, gpus, seen)
     shared = _environment(options, command, place, env, cpu)
     device = "gloo on the CPU" if cpu else "nccl on GPUs"
-    lines, ranks = (
-        [
-            f"{size} rank{'s'[: size != 1]} on {nodes} node{'s'[: nodes != 1]} "
-            f"({'adopted from' if place.adopted else 'started by'} {place.by}), {device}, "
-            f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}"
-        ],
-        [],
-    )
+    ranks, lines = [], [
+        f"{size} rank{'s'[: size != 1]} on {nodes} node{'s'[: nodes != 1]} "
+        f"({'adopted from' if place.adopted else 'started by'} {place.by}), {device}, "
+        f"MASTER_ADDR={shared['MASTER_ADDR']} MASTER_PORT={shared['MASTER_PORT']}"
+    ]  # fmt: skip
+    alike = {"world_size": size, "shared_node": place.local_world_size > 1, "cpu": cpu}
     for bound in choose_bindings(options.bind, assigned, options.root, place):
         gpu, threads = bound.gpu, env.get("OMP_NUM_THREADS") or bound.threads
         what = "" if gpu is None else f"GPU {gpu.index} ({gpu.pci_id or '?'}), "
@@ -143,17 +136,10 @@ def prepare_job(options: Namespace, command: Command, env: Mapping[str, str]) ->
         elif gpu and command.kind == "sharded":
             # fairseq-generate has no --device-id in effect: it takes the first GPU it sees.
             own["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu.index] if seen else str(gpu.index)
-        added = commands.rank_options(
-            command,
-            rank=rank,
-            world_size=size,
-            device=gpu.index if gpu else bound.local_rank,
-            shared_node=place.local_world_size > 1,
-            cpu=cpu,
-        )
-        surroundings = {"cpus": bound.cpus, "holds": command.name in commands.TRAINING}
-        words = commands.with_options(command, added)
-        ranks.append({"argv": words, "env": {**shared, **own}, **surroundings})
+        number = gpu.index if gpu else bound.local_rank
+        added = commands.rank_options(command, rank=rank, device=number, **alike)
+        words, holds = commands.with_options(command, added), command.name in commands.TRAINING
+        ranks.append({"argv": words, "env": {**shared, **own}, "cpus": bound.cpus, "holds": holds})
     if not gpus and has_gpu_files(options.root) and seen is None:
         lines.append("warning: this machine has GPU device files, but torch lists no GPU")
     role = f"{command.name or Path(command.program[0]).name}, {device}"

@@ -56,7 +56,7 @@ OURS = [
     (f"fairseq-eval-lm {DATA} {EVAL} --path {{tmp}}", "{tmp}", "Is a directory"),
     # the launcher
     (f"{LAUNCH} --cpu fairseq-train {DATA}", "--cpu", "-- COMMAND"),
-    (f"{LAUNCH} --nproc-per-node 0 -- true", "'0' is neither a positive number nor auto"),
+    (f"{LAUNCH} --nproc-per-node 0 -- true", "--nproc-per-node: 0 must be at least 1"),
     (f"{LAUNCH} -- fairseq-eval-lm {DATA} --path {SET}",
      f"--path {SET} has experts", "add --user-dir fairseq_tutel"),
     # the planner and the checkpoint tools
