@@ -51,4 +51,5 @@ def executable(path: Path, text: str) -> str:
 
 
 def variables(text: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in text.split())
+    """Variables by name; a tilde stands for a blank in a value."""
+    return dict(word.replace("~", " ").split("=", 1) for word in text.split())

@@ -15,8 +15,22 @@ LAUNCH = ["-m", "fairseq_tutel.launch", "--bind", "none"]
 # of both ranks; each waits for the other
 MEET = "touch up$RANK; until [ -e up0 ] && [ -e up1 ]; do sleep 0.02; done; "
 REQUEUE = "echo 85 > $FAIRSEQ_TUTEL_LAUNCHER/outcome; exit 0"
-STAY = "while :; do sleep 0.05; done"
-RANK_1 = "[ $RANK = 0 ] || "
+STAY, RANK_1 = "while :; do sleep 0.05; done", "[ $RANK = 0 ] || "
+# A trainer: both signals are held back until it asks for them. SLURM may signal the ranks, too.
+TRAINER = f"""#!{sys.executable}
+import os, signal, sys, time
+def save(*_):
+    open(os.environ["FAIRSEQ_TUTEL_LAUNCHER"] + "/outcome", "w").write("85")
+    sys.exit(0)
+if "own" in sys.argv:
+    os.kill(os.getpid(), signal.SIGUSR1)
+if "Ctrl-C" in sys.argv and os.environ["RANK"] == "1":
+    os.kill(os.getppid(), signal.SIGINT)
+signal.signal(signal.SIGUSR1, save)
+time.sleep(0.2)  # it imports
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGUSR1}})  # as trainer/requeue.py does
+time.sleep(30)
+"""
 
 
 def processes_of(mark):
@@ -35,9 +49,8 @@ def launched(programs, tmp_path):
 
     def run(*words, **how):
         mark = f"{tmp_path.name}-{os.getpid()}"
-        done = programs.run(
-            [*LAUNCH, *words], cwd=tmp_path, MARK=mark, CUDA_VISIBLE_DEVICES="", **how
-        )
+        how = {"cwd": tmp_path, "MARK": mark, "CUDA_VISIBLE_DEVICES": "", "timeout": 120, **how}
+        done = programs.run([*LAUNCH, *words], **how)
         end = time.monotonic() + 20
         while list(processes_of(mark)):
             assert time.monotonic() < end, "processes are left"
@@ -49,47 +62,6 @@ def launched(programs, tmp_path):
 
 def script(text, ranks=2):
     return ["--nproc-per-node", str(ranks), "--", "bash", "-c", text]
-
-
-ENDS = {
-    "good": ("exit 0", 0, ""),
-    "a rank fails": (MEET + RANK_1 + f"exit 7; {STAY}", 7, "rank 1 ended with exit code 7"),
-    "a rank is killed": (RANK_1 + f"kill -9 $$; {STAY}", 137, "rank 1 died of signal 9"),
-    "it leaves a process behind": ("sleep 300 & exit 9", 9, "rank 0 ended with exit code 9"),
-    "in good order": (
-        MEET + RANK_1 + f"exit 7; trap 'sleep 0.3; touch tidy; exit 0' TERM; {STAY}",
-        *(7, "rank 1 ended with exit code 7"),
-    ),
-    "requeue": (REQUEUE, 85, ""),
-    "a failure beside a requeue": (RANK_1 + f"{{ sleep 0.5; exit 4; }}; {REQUEUE}", 4, "code 4"),
-    # that no rank has had: SLURM's reach the launcher alone where it tracks processes by cgroups
-    "a request to the launcher alone": (
-        f"trap 'touch heard$RANK; {REQUEUE}' USR1; {MEET} {RANK_1} kill -USR1 $PPID; {STAY}",
-        *(85, ""),
-    ),
-    "SIGUSR2": (f"trap 'exit 6' USR2; {MEET} {RANK_1} kill -USR2 $PPID; {STAY}", 6, "code 6"),
-    "SIGTERM": (f"{MEET} {RANK_1} kill -TERM $PPID; {STAY}", 143, "stopped by SIGTERM"),
-    "SIGTERM in good order": (
-        f"trap 'touch tidy; exit 5' TERM; {MEET} {RANK_1} kill -TERM $PPID; {STAY}",
-        *(143, "stopped by SIGTERM"),
-    ),
-    "Ctrl-C": (f"trap 'exit 1' INT; {MEET} {RANK_1} kill -INT $PPID; {STAY}", 130, "by SIGINT"),
-    "the launcher is killed": (f"{MEET} {RANK_1} kill -9 $PPID; {STAY}", -9, ""),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_one_code_and_one_line_for_each_end(launched, tmp_path, end):
-    text, code, said = ENDS[end]
-    done = launched(*script(text))
-    lines = [line for line in done.stderr.splitlines() if line.startswith("launch: ")]
-    assert done.status == code, done.stderr
-    assert len(lines) == 3 + bool(said), done.stderr  # what is started, and where the ranks are
-    assert said in lines[-1]
-    assert "torch" not in done.stderr and "Traceback" not in done.stderr
-    assert (tmp_path / "tidy").exists() == ("good order" in end)
-    heard = [(tmp_path / f"heard{rank}").exists() for rank in (0, 1)]
-    assert heard == [end == "a request to the launcher alone"] * 2
 
 
 _STRIKE = """
@@ -106,42 +78,6 @@ def launch_agent(*_, **how):
     raise {}("no more\\nC++ stack")
 api.launch_agent = launch_agent
 """
-_OFTEN = "import fairseq_tutel.launch.agent as agent; agent.FRESH = 0.05"
-_OLD = "F=$FAIRSEQ_TUTEL_LAUNCHER/job.json; touch -d 2000-01-01 old $F; "
-_FRESH = "for i in $(seq 200); do [ $F -nt old ] && exit 0; sleep 0.05; done; exit 1"
-UNUSUAL = {
-    "SIGTERM while torch is imported": (_STRIKE, "exit 0", -15, ""),
-    "a cleaner of /tmp may come": (_OFTEN, _OLD + _FRESH, 0, ""),
-    "other nodes do not come": (
-        _RAISE.format("torch.distributed.DistStoreError"),
-        *("exit 0", 2, "error: node 0 of 1 did not meet the others at 127.0.0.1:"),
-    ),
-    "no threads": (_RAISE.format("RuntimeError"), "exit 0", 2, "error: no more"),
-    "no memory": (_RAISE.format("OSError"), "exit 0", 2, "error: no more"),
-}
-
-
-@pytest.mark.parametrize("case", UNUSUAL)
-def test_what_is_unusual_is_said_and_leaves_nothing(launched, tmp_path, case):
-    (prelude, text, code, said), temporary = UNUSUAL[case], tmp_path / "temporary"
-    temporary.mkdir()
-    done = launched(*script(text, 1), prelude=prelude, TMPDIR=str(temporary))
-    assert done.status == code and not list(temporary.iterdir()), done.stderr
-    assert f"launch: {said}" in done.stderr and "stack" not in done.stderr
-
-
-_SAVES = f"""#!{sys.executable}
-import os, signal, sys, time
-def save(*_):
-    open(os.environ["FAIRSEQ_TUTEL_LAUNCHER"] + "/outcome", "w").write("85")
-    sys.exit(0)
-if "own" in sys.argv:  # SLURM may signal the ranks, too
-    os.kill(os.getpid(), signal.SIGUSR1)
-signal.signal(signal.SIGUSR1, save)
-time.sleep(0.2)  # it imports
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGUSR1}})  # as trainer/requeue.py does
-time.sleep(30)
-"""
 _PENDING = """
 import os, signal
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as batch scripts start it
@@ -149,41 +85,74 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 import fairseq_tutel.launch.__main__
 os.kill(os.getpid(), signal.SIGUSR1)
 """
-
-
-@pytest.mark.parametrize("when", ["before Python has begun", "as the launcher begins", "own"])
-def test_an_early_request_waits_for_a_trainer(launched, tmp_path, when):
-    program, folder = executable(tmp_path / "fairseq-train", _SAVES), tmp_path / "folder"
-    prelude, env = "", {}
-    if when == "as the launcher begins":
-        prelude = _PENDING
-    if when == "before Python has begun":
-        folder.mkdir()
-        (folder / "requested").touch()  # by the batch script, scripts/slurm/common.sh
-        env = {"FAIRSEQ_TUTEL_FOLDER": str(folder)}
-    done = launched("--nproc-per-node", "2", "--", program, when, prelude=prelude, **env)
-    assert done.status == 85 and not folder.exists(), done.stderr
-
-
-def test_what_the_launcher_ignores_the_ranks_ignore(launched):
-    """As with nohup: torch would end them."""
-    ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    done = launched(*script("kill -HUP $PPID; kill -HUP $$; sleep 0.3; exit 0"), prelude=ignored)
-    assert done.status == 0, done.stderr
-
-
-_CTRL_C = f"""#!{sys.executable}
-import os, signal, time
-if os.environ["RANK"] == "1":
-    os.kill(os.getppid(), signal.SIGINT)
-time.sleep(30)
+_REQUESTED = """
+import os, pathlib
+pathlib.Path(os.environ["FAIRSEQ_TUTEL_FOLDER"], "requested").touch()  # by scripts/slurm/common.sh
 """
+_OFTEN = "import fairseq_tutel.launch.agent as agent; agent.FRESH = 0.05"
+_OLD = "F=$FAIRSEQ_TUTEL_LAUNCHER/job.json; touch -d 2000-01-01 old $F; "
+_FRESH = "for i in $(seq 200); do [ $F -nt old ] && exit 0; sleep 0.05; done; exit 1"
+_NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+MEETING = "error: node 0 of 1 did not meet the others at 127.0.0.1:"
+# what the ranks run, the launcher's code, its last line, what runs before it, files that are left
+ENDS = {
+    "good": ("exit 0", 0, ""),
+    "a rank fails": (MEET + RANK_1 + f"exit 7; {STAY}", 7, "rank 1 ended with exit code 7"),
+    "a rank is killed": (RANK_1 + f"kill -9 $$; {STAY}", 137, "rank 1 died of signal 9"),
+    "it leaves a process behind": ("sleep 300 & exit 9", 9, "rank 0 ended with exit code 9"),
+    "in good order": (
+        f"trap 'sleep 0.3; touch tidy; exit 0' TERM; {MEET} {RANK_1} exit 7; {STAY}",
+        *(7, "rank 1 ended with exit code 7", "", "tidy"),
+    ),
+    "requeue": (REQUEUE, 85, ""),
+    "a failure beside a requeue": (RANK_1 + f"{{ sleep 0.5; exit 4; }}; {REQUEUE}", 4, "code 4"),
+    # that no rank has had: SLURM's reach the launcher alone where it tracks processes by cgroups
+    "a request to the launcher alone": (
+        f"trap 'touch heard$RANK; {REQUEUE}' USR1; {MEET} {RANK_1} kill -USR1 $PPID; {STAY}",
+        *(85, "", "", "heard0 heard1"),
+    ),
+    "SIGUSR2": (f"trap 'exit 6' USR2; {MEET} {RANK_1} kill -USR2 $PPID; {STAY}", 6, "code 6"),
+    "SIGTERM": (f"{MEET} {RANK_1} kill -TERM $PPID; {STAY}", 143, "stopped by SIGTERM"),
+    "SIGTERM in good order": (
+        f"trap 'touch tidy; exit 5' TERM; {MEET} {RANK_1} kill -TERM $PPID; {STAY}",
+        *(143, "stopped by SIGTERM", "", "tidy"),
+    ),
+    "Ctrl-C": (f"trap 'exit 1' INT; {MEET} {RANK_1} kill -INT $PPID; {STAY}", 130, "by SIGINT"),
+    "Ctrl-C while ranks import": (["Ctrl-C"], 130, "by SIGINT"),
+    "the launcher is killed": (f"{MEET} {RANK_1} kill -9 $PPID; {STAY}", -9, "", "", "temporary"),
+    "the launcher ignores": ("kill -HUP $PPID; kill -HUP $$; sleep 0.3; exit 0", 0, "", _NOHUP),
+    "a request before Python has begun": ([], 85, "", _REQUESTED),
+    "a request as the launcher begins": ([], 85, "", _PENDING),
+    "a request to ranks that import": (["own"], 85, ""),
+    "SIGTERM while torch is imported": ("exit 0", -15, "", _STRIKE),
+    "a cleaner of /tmp may come": (_OLD + _FRESH, 0, "", _OFTEN),
+    "no other nodes": ("exit 0", 2, MEETING, _RAISE.format("torch.distributed.DistStoreError")),
+    "no threads": ("exit 0", 2, "error: no more", _RAISE.format("RuntimeError")),
+    "no memory": ("exit 0", 2, "error: no more", _RAISE.format("OSError")),
+}
 
 
-def test_ctrl_c_ends_ranks_that_import_without_tracebacks(launched, tmp_path):
-    program = executable(tmp_path / "fairseq-train", _CTRL_C)
-    done = launched("--nproc-per-node", "2", "--", program)
-    assert done.status == 130 and "Traceback" not in done.stderr, done.stderr
+@pytest.mark.parametrize("end", ENDS)
+def test_one_code_and_one_line_for_each_end(launched, tmp_path, end):
+    text, code, said, prelude, files = (*ENDS[end], "", "")[:5]
+    folder, temporary = tmp_path / "folder", tmp_path / "temporary"
+    for each in (folder, temporary):
+        each.mkdir()
+    trainer = executable(tmp_path / "fairseq-train", TRAINER)
+    words = script(text) if isinstance(text, str) else [*script("")[:3], trainer, *text]
+    env = {"FAIRSEQ_TUTEL_FOLDER": str(folder)} if prelude == _REQUESTED else {}
+    prelude = f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n{prelude}"
+    done = launched(*words, prelude=prelude, **env)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("launch: ")]
+    assert done.status == code, done.stderr
+    assert len(lines) == 3 + bool(said), done.stderr  # what is started, and where the ranks are
+    assert said in lines[-1]
+    for noise in ("torch", "Traceback", "stack"):
+        assert noise not in done.stderr
+    left = {"tidy", "heard0", "heard1", "temporary"} & {
+        path.name for path in tmp_path.iterdir() if path != temporary or any(path.iterdir())
+    }
+    assert left == set(files.split()) and folder.exists() == (not env)
 
 
 # Writes like Python to a file or pipe. What importing fairseq prints, and what is somebody else's.
@@ -207,13 +176,12 @@ def test_lines_come_whole_and_imports_without_noise(launched, tmp_path, everythi
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     env = {"PYTHONPATH": path, "FAIRSEQ_TUTEL_WARNINGS": everything, "PYTHONWARNINGS": ""}
     env |= {"PYTHONUNBUFFERED": "1"}  # many set it for logs
-    done = launched("--nproc-per-node", "2", "--", program, text=" of standard input", **env)
+    done = launched(*script("")[:3], program, text=" of standard input", **env)
     assert done.status == 0, done.stderr
     wanted = [f"H-{rank}-{line} {'x' * (line % 97)}" for rank in (0, 1) for line in range(2000)]
-    found = done.stdout.splitlines()
-    assert sorted(line for line in found if line.startswith("H-")) == sorted(wanted)
-    last = [line for line in found if line.startswith("the last")]
-    assert sorted(line.partition(" end")[2] for line in last) == ["", " of standard input"]
+    wanted += [f"the last line without an end{end}" for end in ("", " of standard input")]
+    found = [line for line in done.stdout.splitlines() if line.startswith(("H-", "the last"))]
+    assert sorted(found) == sorted(wanted)
     for line in ("a warning of the user's", "the own start"):
         assert sum(line in each for each in done.stderr.splitlines()) >= 2, line
     for noise in ("torch.jit", "tensorboardX"):
@@ -229,61 +197,49 @@ del os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
 os.environ |= {"SLURM_PROCID": rank, "SLURM_NODEID": rank}
 open(f"task{rank}", "w").write(str(os.getpid()))
 """
-_STEP = (
-    "SLURM_JOB_ID={} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_LOCALID=0 "
-    "SLURM_NNODES=2 MASTER_ADDR=127.0.0.1"
-)
-
-
+_STEP = "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_LOCALID=0"
 _WHERE = "touch rank$RANK-$LOCAL_RANK-$GROUP_RANK-of-$WORLD_SIZE"
 _UP = "until [ -e up0 ] && [ -e up2 ]; do sleep 0.02; done; "
 _FAIL = f"[ $LOCAL_RANK = 0 ] || sleep 20; touch up$RANK; {_UP}"
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "said"),
+    ("words", "change", "code", "said"),
     [
-        ("pass", 0, ""),
+        (_WHERE, "pass", 0, ""),
         # the first node's launcher is first to see a failure, and ends the step
-        (_FAIL + "[ $RANK = 0 ] && exit 1; sleep 0.6; exit 7", 1, "rank 2 ended with exit code 7"),
-        ("sys.argv[5] = '3'", 2, "ranks of bash, gloo on the CPU, they start 5 (5)"),
-        ("sys.argv[7:] = ['true']", 2, "gloo on the CPU, they start 4 (2)"),
-        ("sys.argv[4:4] = ['--nnodes', '3']", 2, "--nnodes 3 contradicts srun, which states 2"),
+        (f"{_FAIL}[ $RANK = 0 ] && exit 1; sleep 0.6; exit 7",
+         "pass", 1, "rank 2 ended with exit code 7"),
+        (_WHERE, "sys.argv[5] = '3'", 2, "ranks of bash, gloo on the CPU, they start 5 (5)"),
+        (_WHERE, "sys.argv[7:] = ['true']", 2, "gloo on the CPU, they start 4 (2)"),
+        (_WHERE, "sys.argv[4:4] = ['--nnodes', '3']", 2, "contradicts srun, which states 2"),
     ],
-)
-def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, change, code, said):
+)  # fmt: skip
+def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, words, change, code, said):
     (tmp_path / "bin").mkdir()
     scancel = 'echo "$@" > words; kill $(cat task*)'  # the other node would wait for this one
     executable(tmp_path / "bin" / "scancel", f"#!/bin/sh\n{scancel}\n")
-    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", **variables(_STEP.format(port))}
-    fails = change.startswith(_FAIL)
-    prelude = f"{_NODES}\nif rank == '1':\n    {'pass' if fails else change}"
-    words = script(change if fails else _WHERE)
-    done = launched(*words, ranks=2, launched=False, prelude=prelude, **env)
+    env = variables(f"{_STEP} SLURM_NNODES=2 SLURM_JOB_ID={port} MASTER_ADDR=127.0.0.1")
+    env |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    prelude = f"{_NODES}\nif rank == '1':\n    {change}"
+    done = launched(*script(words), ranks=2, launched=False, prelude=prelude, **env)
     assert said in done.stderr and (done.status == 0) == (code == 0), done.stderr
-    found = sorted(path.name for path in tmp_path.glob("rank*"))
     wanted = [f"rank{rank}-{rank % 2}-{rank // 2}-of-4" for rank in range(4)]
-    assert found == ([] if code else wanted)
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ([] if code else wanted)
     asked = (tmp_path / "words").read_text() if code else ""
     assert asked == (f"--signal=TERM {port}.0\n" if code else "")
 
 
-def test_a_rank_of_mpirun_becomes_its_program(launched):
-    of_mpirun = variables(
-        "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
-    )
-    prelude = "import os\nopen('pid', 'w').write(str(os.getpid()))"
-    words = ["bash", "-c", "[ $$ = $(cat pid) ] && echo $RANK of $WORLD_SIZE"]
-    done = launched("--", *words, prelude=prelude, **of_mpirun)
+def test_ranks_of_mpirun_and_torchrun_become_their_program(launched, programs, port):
+    prelude = "import os; open('pid', 'w').write(str(os.getpid()))"
+    of_mpirun = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}
+    of_mpirun = {f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpirun.items()}
+    words = ["--", "bash", "-c", "[ $$ = $(cat pid) ] && echo $RANK of $WORLD_SIZE"]
+    done = launched(*words, prelude=prelude, **of_mpirun)
     assert (done.status, done.stdout, done.stderr) == (0, "1 of 2\n", "")
-
-
-def test_torchruns_ranks_are_adopted(programs, port):
-    torchrun = (
-        f"-m torch.distributed.run --nproc-per-node 2 --master-port {port} {' '.join(LAUNCH)}"
-    )
-    words = ["--", "bash", "-c", "echo got $RANK of $WORLD_SIZE"]
-    done = programs.run([*torchrun.split(), *words], CUDA_VISIBLE_DEVICES="")
+    torchrun = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port}".split()
+    words = [*torchrun, *LAUNCH, "--", "bash", "-c", "echo got $RANK of $WORLD_SIZE"]
+    done = programs.run(words, CUDA_VISIBLE_DEVICES="", timeout=120)
     assert done.status == 0, done.stderr
     assert "2 ranks on 1 node (adopted from torchrun), gloo" in done.stderr
     assert sorted(done.stdout.splitlines()) == ["got 0 of 2", "got 1 of 2"]
