@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Trains a small mixture-of-experts language model with fairseq and this plugin, on the CPU or on
 # all GPUs: tokenizer, fairseq-preprocess, training with a stop and a resume, fairseq-eval-lm, three
-# completed prompts, an export for transformers, pictures and a table; about 5 minutes on 2 CPU
+# completed prompts, an export for transformers, pictures and a table; about 3 minutes on 2 CPU
 # cores. Results: runs/quickstart.
 #
 #   bash scripts/quickstart.sh                     # on the text that comes with Python
 #   bash scripts/quickstart.sh book.txt notes/     # on your own text: UTF-8 files, folders of them
 #
 # With --translation, a multilingual translation model: accuracy and BLEU on held-out sentences,
-# three translations, and which experts each language uses. Results: runs/quickstart-translation.
+# three translations, and which experts each language uses; about 4 minutes. Results:
+# runs/quickstart-translation.
 #
 #   bash scripts/quickstart.sh --translation                      # numbers in words (num2words)
 #   bash scripts/quickstart.sh --translation talks.de talks.en    # your own parallel files

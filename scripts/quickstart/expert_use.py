@@ -73,7 +73,8 @@ def draw_use(use: Use, file: Path) -> None:
         mesh = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
         for y, row in enumerate(relative):
             for x, value in enumerate(row):
-                axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=8)
+                how = {"fontsize": 8, "color": "white" if abs(value - 1) > 0.7 else "black"}
+                axes.text(x, y, f"{value:.1f}", ha="center", va="center", **how)
         side, _, number = layer.partition(".")
         what = "sentences" if side == "encoder" else "translations"
         axes.set_title(f"{side}, layer {number} (the first is 0), by the language of its {what}")
