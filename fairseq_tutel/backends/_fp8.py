@@ -18,7 +18,11 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
     return (wide / scale[..., None]).to(dtype), scale
 
 
+def restored_rows(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of :func:`quantize_rows` in the dtype."""
+    return quantized.float().mul_(scale[..., None]).to(dtype)
+
+
 def rounded_rows(x: Tensor) -> Tensor:
     """Return ``x`` rounded to e4m3 with a scale per row, in its own dtype; fp64 too."""
-    quantized, scale = quantize_rows(x)
-    return (quantized.float() * scale[..., None]).to(x.dtype)
+    return restored_rows(*quantize_rows(x), x.dtype)

@@ -37,15 +37,32 @@ def layers(network, **options):
     return low, exact
 
 
-def test_rounding_of_rows():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("way", "device"),
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=pytest.mark.interpreted),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_rounding_of_rows(way, device, dtype):
     """As e4m3 has 3 bits behind the first, and no value is larger than the row's largest."""
-    x = torch.randn(8, 64) * torch.logspace(-20, 20, 8)[:, None]
-    x[3] = 0
-    got = fp8.rounded_rows(x)
+    quantize_rows = importlib.import_module(f"fairseq_tutel.backends.{way}").quantize_rows
+    reach = 4 if dtype == torch.float16 else 20
+    x = (torch.randn(8, 77) * torch.logspace(-reach, reach, 8)[:, None]).to(device, dtype)
+    x[3], x[4, 5], x[5, 76], x[6, 0] = 0, float("nan"), float("inf"), -float("inf")
+    got, scale = quantize_rows(x.view(4, 2, 77))
+    assert got.dtype == torch.float8_e4m3fn and got.shape == (4, 2, 77) and scale.shape == (4, 2)
+    got = fp8.restored_rows(got, scale, torch.float64).view(8, 77)
+    assert got[4:7].isnan().all()
+    got, x = got[[0, 1, 2, 3, 7]], x[[0, 1, 2, 3, 7]].double()
     assert (got[3] == 0).all()
-    assert (got.amax(-1) - x.amax(-1)).abs().le(x.abs().amax(-1) * 2**-4).all()
-    normal = x.abs() > x.abs().amax(-1, keepdim=True) * 2**-14
-    assert ((got - x).abs() <= x.abs() * 2**-4)[normal].all()
+    largest = x.abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(got.abs().amax(-1, keepdim=True), largest, rtol=1e-6, atol=0)
+    error = (got - x).abs()
+    assert (error <= torch.maximum(x.abs() * 2**-4, largest / 448 * 2**-10) * 1.001).all()
+    assert quantize_rows(x[:0].float())[1].shape == (0,)
 
 
 def triton(*case):

@@ -285,6 +285,16 @@ def test_the_last_bias_of_lean_experts_costs_one_reading_of_the_gradients(ragged
     assert moved[1] - moved[0] < 2 * dy.values.nbytes, moved
 
 
+@pytest.mark.interpreted
+def test_rounding_to_fp8_reads_and_writes_each_number_once(inside):
+    """Bytes of one launch: torch's operations move 31 per number."""
+    kernels = importlib.import_module("fairseq_tutel.backends.triton")
+    rows = torch.zeros(64, 512, dtype=torch.bfloat16)
+    with inside:
+        kernels.quantize_rows(rows)
+    assert inside.launches() == [("_quantize_rows_kernel", 64 * (3 * 512 + 4))]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",

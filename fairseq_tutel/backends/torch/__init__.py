@@ -5,6 +5,7 @@ A gradient is a plain function (``*_bwd``); :mod:`fairseq_tutel.ops` registers i
 
 import torch
 
+from .._fp8 import quantize_rows
 from ._grouped import rows_product, weight_gradient
 from .activation import ACTIVATIONS
 from .adam import adam16_maxima, adam16_step_, adam16_steps_, finite_max, quantize_

@@ -48,6 +48,8 @@ FLAT_BLOCK = 32 if INTERPRET else 1024
 ADAM_BLOCK = 64 if INTERPRET else 2048
 ADAM_BLOCKS = 2 if INTERPRET else 4
 ADAM_PROGRAMS = 8 if INTERPRET else 512
+# Numbers that a program rounds to fp8 at once.
+FP8_BLOCK = 32 if INTERPRET else 4096
 # Rows per program of the formats of the wire.
 WIRE_ROWS = 2 if INTERPRET else 8
 # Rows or pairs of a launch from which on it is tuned: the first one may be that of a few tokens.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._fp8 import quantize_rows, rounded_rows
+from .._fp8 import restored_rows
 from .._network import Gradients, Kept, Pending, Source
 from ._autotune import ACT_TILES
 from ._grouped import Source as Gathered
@@ -21,6 +21,7 @@ from ._runtime import checked
 from ._sizes import cdiv, next_power_of_2
 from .activation import bias_act_bwd, bias_act_fwd
 from .dispatch import dispatch_fwd
+from .fp8 import quantize_rows
 
 
 def network_fwd(
@@ -201,9 +202,10 @@ def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Te
     """
     if rows.numel() == 0:
         return rows.new_empty((*rows.shape[:-1], weight_eBA.shape[1]))
-    if not (rows.is_cuda and hasattr(torch.nn.functional, "scaled_grouped_mm")):
-        return product(rounded_rows(rows), rounded_rows(weight_eBA).transpose(1, 2), offsets)
     (a, scale_a), (b, scale_b) = quantize_rows(rows), quantize_rows(weight_eBA)
+    if not (rows.is_cuda and hasattr(torch.nn.functional, "scaled_grouped_mm")):
+        a, b = (restored_rows(*x, rows.dtype) for x in ((a, scale_a), (b, scale_b)))
+        return product(a, b.transpose(1, 2), offsets)
     rowwise = torch.nn.functional.ScalingType.RowWise
     out = torch.nn.functional.scaled_grouped_mm(
         a, b.transpose(1, 2), scale_a, rowwise, scale_b, rowwise, offs=offsets

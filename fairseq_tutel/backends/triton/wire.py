@@ -24,7 +24,7 @@ from ._sizes import cdiv
 _DYNAMIC = ["num_rows"]
 _CARRY = tl.constexpr(CARRY_ABOVE_7_4)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
 _FP16_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 
 
@@ -100,10 +100,10 @@ def _encode_rows_kernel(
         x = tl.load(rows_ptr + offs_n[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
         x = x.to(tl.float32)
         offs_value = offs_n[:, None] * stride_value + offs_m[None, :]
-        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _INFINITY_BITS
+        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY_BITS
         if SCALED:
             bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-            usable = bits < _INFINITY_BITS
+            usable = bits < INFINITY_BITS
             byte = tl.maximum(((bits + _CARRY) >> 23) - EXPONENT, 1)
             inverse = tl.where(usable, (254 - byte) << 23, 0).to(tl.float32, bitcast=True)
             byte = tl.where(usable, byte, _NOT_FINITE)

@@ -29,6 +29,7 @@ from fairseq_tutel.backends.triton import (
     activation,
     adam,
     dispatch,
+    fp8,
     gate_logits,
     gating,
     rows,
@@ -36,6 +37,7 @@ from fairseq_tutel.backends.triton import (
     wire,
 )
 from fairseq_tutel.config import WIRE_FORMATS
+from fairseq_tutel.config.formats import BLOCK
 
 # always in both halves
 ADAM = adam._adam16_max_kernel, adam._adam16_step_kernel, adam._adam16_small_kernel
@@ -138,13 +140,17 @@ def _variants():
 
     for chosen in WIRE_FORMATS.values():
         stored = "*u8" if chosen.mantissa else f"*{chosen.name}"
-        sizes = {"M": 4000, "BLOCK": 128, "BLOCK_N": tiles.WIRE_ROWS}
+        sizes = {"M": 4000, "BLOCK": BLOCK, "BLOCK_N": tiles.WIRE_ROWS}
         sizes |= {"MANTISSA": chosen.mantissa, "BIAS": chosen.bias, "value_ptr": stored}
         scaled = chosen.exponent is not None
         scales = {"SCALED": scaled, "EXPONENT": chosen.exponent or 0, "B": 32, "NUM_SCALES": 32}
         yield wire._encode_rows_kernel, "fp32", {**sizes, **scales}
         if scaled:
             yield wire._decode_rows_kernel, "fp16", {**sizes, "CLAMP": True}
+
+    for dtype in FLOAT:
+        rounded = {"A": 2048, "BLOCK": 2048}
+        yield fp8._quantize_rows_kernel, dtype, rounded
 
     adam_blocks = {"BLOCK": tiles.ADAM_BLOCK}
     step_blocks = {"BLOCK_P": tiles.ADAM_PROGRAMS, "BLOCKS": tiles.ADAM_BLOCKS}

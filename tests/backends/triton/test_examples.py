@@ -13,6 +13,7 @@ from fairseq_tutel.backends.triton import (
     activation,
     adam,
     expert_ffn,
+    fp8,
     gate_logits,
     gating,
     slots,
@@ -247,6 +248,12 @@ def adam16_max(device):
     halves = 4 * [0.5]
     adam._adam16_max_kernel[(1, 1)](bits, grad, stats, stats, one, one, one, 2, *halves, BLOCK=2)
     yield bits.flatten().view(torch.float32), [1, 2]
+
+
+def quantize_rows(device):
+    values, scale = fp8.quantize_rows(*tensors(device, [[896, -6, 1]]))
+    yield values.view(torch.uint8), [[0x7E, 0xC4, 0x30]]
+    yield scale, [2]
 
 
 KERNELS = {
