@@ -1,12 +1,13 @@
-"""One MoE layer beside those of Tutel, Meta and Hugging Face, forward and backward, fp32, on a CPU.
+"""One MoE layer beside those of Tutel, Meta and Hugging Face, forward and backward.
 
     python scripts/bench/bench_peers.py --tutel DIR --meta DIR --transformers DIR
+    python scripts/bench/bench_peers.py --device cuda --shapes gpu-blog,gpu-wide --tutel DIR
 
 Each folder holds the other library, built (results/README.md says how); a library without a folder
 is left out. This layer and a peer take turns, then the next peer follows. The ratio is this layer's
 time over the peer's in the same turn, with a 95 % interval of its median.
 
-Good: the interval ends below 1.02 ("not slower").
+Good: the interval ends below 1.02 ("not slower"). A known GPU also has predicted times.
 
 Threads of one process may be slower than those of the next (51 or 72 ms for the same work). With
 ``--processes N`` everything is measured in N processes, one after the other, each with weights and
@@ -21,13 +22,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import Point, sweep
-from layers import PEER_SHAPES, Inputs, make_cases, make_layer
+from layers import PEER_SHAPES, Inputs, LayerShape, make_cases, make_layer
 from peers import FOLDERS, gated_layer, peers_of
+from predict import beside, layer_ms, rates_of
 from program import program, words
 from record import Report, median_interval, percentiles, say
 
@@ -44,7 +47,7 @@ PEERS = {
 OPTIONS = {
     **FOLDERS,
     "transformers": (Path, "folder that transformers is in"),
-    "shapes": (words, "what to measure (default: all)", PEER_SHAPES),
+    "shapes": (words, "what to measure (default: all of the device)", PEER_SHAPES),
     "repetitions": (21, "of each case, in each process"),
     "processes": (1, "that measure"),
 }
@@ -56,11 +59,13 @@ def points(name, options, ranks) -> Iterator[Point]:
     tiny = {"tokens": 256, "model_dim": 16, "hidden_dim": 48} if options.tiny else {}
     shape = dataclasses.replace(PEER_SHAPES[name], **tiny)
     torch.manual_seed(seed)
-    peers, missing = peers_of(shape, options.tutel, options.meta, options.transformers)
-    gated, inputs = gated_layer(shape, seed), Inputs(shape, device, seed)
+    folders = options.tutel, options.meta, options.transformers
+    peers, missing = peers_of(shape, device, *folders)
+    gated, inputs = gated_layer(shape, device, seed), Inputs(shape, device, seed)
     padded, dropless = (make_layer(shape, device, seed, capacity_factor=f) for f in (1.0, 0.0))
-    with_capacity, experts = make_cases(["torch", "experts"], padded, shape, inputs)
-    (without,) = make_cases(["torch"], dropless, shape, inputs)
+    backend = "triton" if device.type == "cuda" else "torch"
+    with_capacity, experts = make_cases([backend, "experts"], padded, shape, inputs)
+    (without,) = make_cases([backend], dropless, shape, inputs)
     ours = {
         "padded": with_capacity,
         "dropless": without,
@@ -72,14 +77,26 @@ def points(name, options, ranks) -> Iterator[Point]:
     for peer, their in theirs.items():
         mine = dataclasses.replace(ours[PEERS[peer]], name=PEERS[peer])
         left_out = missing if peer == "experts" else {}  # said once
-        about = {"shape": dataclasses.asdict(shape)}
-        yield Point(f"{name}: {peer}", [mine, their], about, left_out, verdict_of)
+        expected = predicted_ms(shape, device, mine.name)
+        about = {"shape": dataclasses.asdict(shape), "predicted_ms": expected}
+        derive = partial(verdict_of, predicted=expected)
+        yield Point(f"{name}: {peer}", [mine, their], about, left_out, derive)
 
 
-def verdict_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return for each peer whether this layer is shown to be not slower."""
-    over = found["this_over"]
-    return {name: {"not slower": high < _NOT_SLOWER} for name, (*_, high) in over.items()}
+def predicted_ms(shape: LayerShape, device: torch.device, mine: str) -> dict[str, float]:
+    """Return the milliseconds of this layer and of the experts alone on a known GPU."""
+    rates = rates_of(device)
+    found = layer_ms(shape, rates) if rates else {}
+    return {mine: found["triton"], "experts": found["experts"]} if found else {}
+
+
+def verdict_of(found: dict[str, Any], predicted: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Return for each peer whether this layer is shown to be not slower, and predictions."""
+    over, ms = found["this_over"], found["ms"]
+    columns = {name: beside(of["both"]["p50"], predicted.get(name)) for name, of in ms.items()}
+    for name, (*_, high) in over.items():
+        columns[name]["not slower"] = high < _NOT_SLOWER
+    return {name: given for name, given in columns.items() if given}
 
 
 def in_a_process(number, options) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
             medians = [results[name]["this_over"][case][1] for results in processes]
             over[case] = median_interval(medians)
         merged[name] = {**first, "ms": ms, "this_over": over, "raw_ms": raw}
-        merged[name]["derived"] = verdict_of(merged[name])
+        merged[name]["derived"] = verdict_of(merged[name], first["predicted_ms"])
     return merged
 
 
@@ -133,11 +150,13 @@ def main(options, ranks):
         raise ValueError("--processes and --repetitions must be at least 1")
     if 1 < options.processes < 6 and not options.tiny:
         raise ValueError(f"{options.processes} medians have no 95 % interval: give 6 --processes")
-    file = f"peers-{torch.get_num_threads()}"
+    on_gpu = ranks.device.type == "cuda"
+    file = f"peers-{'cuda' if on_gpu else torch.get_num_threads()}"
     about = {"peers": versions(options), "rule": _NOT_SLOWER}
     about |= {"processes": options.processes, "repetitions": options.repetitions}
     if options.processes == 1:
-        shapes = options.shapes or PEER_SHAPES
+        of_device = [name for name in PEER_SHAPES if name.startswith("gpu-") == on_gpu]
+        shapes = options.shapes or of_device
         found = itertools.chain.from_iterable(points(name, options, ranks) for name in shapes)
         sweep("peers", options, ranks, found, repetitions=21, file=file, about=about)
         return

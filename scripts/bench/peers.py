@@ -4,6 +4,7 @@ No code of theirs is in this repository. Each function returns the layer as a fu
 [T, M]; layers draw weights of their own.
 """
 
+import dataclasses
 import importlib
 import importlib.machinery
 import math
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from dense_reference import DenseMoE, gating
-from layers import LayerShape, make_layer
+from layers import DTYPES, LayerShape, make_layer
 from program import Options
 from torch import Tensor, nn
 
@@ -107,12 +108,12 @@ def mixtral_block(folder: Path, shape: LayerShape) -> Peer:
     return Peer(run, block)
 
 
-def gated_layer(shape: LayerShape, seed: int) -> MoELayer:
+def gated_layer(shape: LayerShape, device: torch.device, seed: int) -> MoELayer:
     """Build this layer as a Mixtral block is built."""
     network = {"expert_network": "swiglu", "expert_options": {"bias": False}}
-    routing = {"top_k": shape.top_k, "capacity_factor": 0.0, "second_expert_policy": "all"}
-    sizes = (shape.model_dim, shape.experts, gated_width(shape))
-    return MoELayer(*sizes, **network, **routing, compute_aux=False, seed=seed)
+    routing = {"capacity_factor": 0.0, "second_expert_policy": "all", "compute_aux": False}
+    narrow = dataclasses.replace(shape, hidden_dim=gated_width(shape))
+    return make_layer(narrow, device, seed, **network, **routing)
 
 
 def dense_network(model_dim: int, hidden_dim: int) -> nn.Sequential:
@@ -180,17 +181,26 @@ def meta_layer(folder: Path, shape: LayerShape, tutel: Path | None, evaluates=Fa
     return Peer(run, layer)
 
 
-def peers_of(shape: LayerShape, tutel, meta, transformers) -> tuple[dict, dict[str, str]]:
-    """Build the layers of bench_peers.py that have a folder; name -> reason of the others."""
-    return _build_those_there(
-        {
-            "meta+tutel": (tutel and meta, lambda: meta_layer(meta, shape, tutel)),
-            "meta": (meta, lambda: meta_layer(meta, shape, None)),
-            "tutel": (tutel, lambda: tutel_layer(tutel, shape, shape.capacity_factor)),
-            "tutel dropless": (tutel, lambda: tutel_layer(tutel, shape, 0.0)),
-            "mixtral": (transformers, lambda: mixtral_block(transformers, shape)),
-        }
-    )
+def peers_of(
+    shape: LayerShape, device: torch.device, tutel, meta, transformers
+) -> tuple[dict, dict[str, str]]:
+    """Build the layers of bench_peers.py that have a folder; name -> reason of the others.
+
+    They draw their weights on the device.
+    """
+    with device:
+        found, missing = _build_those_there(
+            {
+                "meta+tutel": (tutel and meta, lambda: meta_layer(meta, shape, tutel)),
+                "meta": (meta, lambda: meta_layer(meta, shape, None)),
+                "tutel": (tutel, lambda: tutel_layer(tutel, shape, shape.capacity_factor)),
+                "tutel dropless": (tutel, lambda: tutel_layer(tutel, shape, 0.0)),
+                "mixtral": (transformers, lambda: mixtral_block(transformers, shape)),
+            }
+        )
+    for peer in found.values():
+        peer.module.to(device, DTYPES[shape.dtype])
+    return found, missing
 
 
 def evaluated_layers(shape: LayerShape, layer, names, folders) -> tuple[dict, dict[str, str]]:

@@ -3,7 +3,8 @@
 # minutes each, the most important first. Triton needs a C compiler at run time.
 #
 #   part 1   GPU tests of kernels, operators and layer; the layer at meta-1.1t and without a
-#            capacity; operators at meta-1.1t; training of one simulated rank of the 1.1T model
+#            capacity; operators at meta-1.1t; products by candidate; training of one simulated
+#            rank of the 1.1T model
 #   part 2   SwinV2-MoE; the layer and training at the other GPU presets; steps of generation in a
 #            CUDA graph; the other GPU tests
 #
@@ -54,11 +55,11 @@ fi
     warnings+=("fairseq cannot be imported: train fails, and tests that need it")
 command -v "${CC:-cc}" gcc clang >/dev/null ||
     warnings+=("no C compiler (CC, cc, gcc, clang): Triton cannot start")
-device=cuda
+device=cuda interpret=0
 tiny=()
 tests=(-v -n "${WORKERS:-12}" --dist worksteal)
 if [ -n "${DRY_RUN:-}" ]; then
-    gpu=cpu device=cpu
+    gpu=cpu device=cpu interpret=1
     tiny=(--tiny)
     tests=(-q -n 0 --collect-only)
 else
@@ -142,6 +143,7 @@ part_1() {
     gpu_tests tests-kernels 240 -m "gpu and not slow" tests/backends tests/ops tests/moe
     bench 180 layer meta-1.1t,dropless-16,dropless-16-fp16
     bench 60 kernels meta-1.1t
+    TRITON_INTERPRET=$interpret bench 100 products dropless-16,dropless-64,fine-128
     # the plugin first; what it is compared with fits into more than 80 GB only, if at all
     bench 200 train meta-1.1t-rank --updates 6 --one-by-one --variants moe,flop-matched,dense
 }

@@ -94,6 +94,27 @@ def test_kernels(tmp_path):
     assert found["derived"]["assign_slots (torch)"]["times faster than torch"] > 0
 
 
+@pytest.mark.interpreted
+def test_products(tmp_path):
+    """Every candidate, with rows that are written and gathered, in the interpreter."""
+    words = "--device cpu --tiny --preset fine-128"
+    results = rehearse("products", tmp_path, words, phase="forward")["results"]
+    of_tile = "16x16x16, 1 stages"
+    ways = ["grouped_mm", "every GPU", of_tile]
+    gathered = [f"gathered {way}" for way in ways]
+    for what, want in (
+        ("fc1", [*ways, *gathered]),
+        ("fc2", ways),
+        ("gradient of fc1", ["grouped_mm", of_tile, "gathered grouped_mm", f"gathered {of_tile}"]),
+    ):
+        found = results[f"tiny-fine-128: {what}"]
+        assert list(found["ms"]) == want and not found["not_run"]
+        ms = {case: of["forward"]["p50"] for case, of in found["ms"].items()}
+        over = found["derived"][want[-1]]["over grouped_mm"]
+        torchs = "gathered grouped_mm" if want[-1].startswith("gathered") else "grouped_mm"
+        assert over == pytest.approx(ms[want[-1]] / ms[torchs], rel=1e-2)
+
+
 # what bench_peers uses of Tutel's interface
 _TUTEL = """
 import torch
@@ -113,10 +134,12 @@ def test_peers(tmp_path):
     (tmp_path / "tutel").mkdir()
     (tmp_path / "tutel" / "__init__.py").touch()
     (tmp_path / "tutel" / "moe.py").write_text(_TUTEL, encoding="utf-8")
-    words = f"--device cpu --tiny --shapes base,top8 --processes 2 --tutel {tmp_path}"
+    shapes = "base", "top8", "gpu-few"
+    words = f"--device cpu --tiny --shapes {','.join(shapes)} --processes 2 --tutel {tmp_path}"
     result = rehearse("peers", tmp_path, words)
     peers = ("experts", "tutel", "tutel dropless")
-    assert set(result["results"]) == {f"{s}: {p}" for s in ("base", "top8") for p in peers}
+    assert set(result["results"]) == {f"{s}: {p}" for s in shapes for p in peers}
+    assert result["results"]["gpu-few: tutel"]["shape"]["dtype"] == "bfloat16"
     found = result["results"]["top8: tutel"]
     missing = ("meta", "meta+tutel", "mixtral")
     left_out = result["results"]["top8: experts"]["not_run"]
