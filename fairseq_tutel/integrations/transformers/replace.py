@@ -12,7 +12,7 @@ from ...moe import MoEConfig, MoELayer
 from .blocks import SPARSE_BLOCKS, SparseBlock, check_block, declared, find_blocks
 from .check import check_same
 from .experts import Activation, KeptExperts, Projections
-from .layers import ChoiceRouter, ChosenExperts, KeptRouter, shared_of, tensor_at
+from .layers import ChoiceRouter, ChosenExperts, KeptRouter, shared_of, steer_router, tensor_at
 from .recognize import recognize
 
 # arguments of MoELayer that the block decides
@@ -69,6 +69,8 @@ def replace_moe(
         layer = _make_layer(block, groups or build_groups(block.config.num_experts), others)
         parent, _, leaf = block.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
+        if isinstance(layer, ChosenExperts):
+            steer_router(model.get_submodule(parent), layer)
         block.experts.to("meta")  # its memory is free before the next layer takes as much
     _keep_names_of_dequantised(model)
     return {block.name: block.module for block in blocks}

@@ -12,7 +12,7 @@ from ...moe.model import unwrap
 from ...training import full_state_dict
 from .blocks import Description
 from .experts import Projections
-from .layers import ChosenExperts, KeptRouter, tensor_at
+from .layers import ChosenExperts, KeptRouter, release_router, tensor_at
 from .replace import matching_parameters
 
 # options that change what a layer computes in evaluation
@@ -58,6 +58,8 @@ def restore_moe(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
             bias.copy_(layer.gate.load_bias.view(bias.shape))
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, block.train(layer.training))
+        if isinstance(layer, ChosenExperts):
+            release_router(model.get_submodule(parent))
 
 
 def original_state_dict(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -1,11 +1,14 @@
-"""Choices recorded while generating, beside those of a pass over the final sequences."""
+"""Choices recorded while generating and in passes, and replays of them beside a loop."""
 
+import re
+
+import models_page
 import pytest
 import torch
-from tiny_models import make, tokens
+from tiny_models import logits, make, tokens
 
 from fairseq_tutel import training
-from fairseq_tutel.integrations.transformers import replace_moe
+from fairseq_tutel.integrations.transformers import replace_moe, restore_moe
 
 pytestmark = pytest.mark.extras
 
@@ -51,19 +54,99 @@ def test_each_token_has_the_choices_of_its_own_sequence(options, folder):
         assert (choice[:, -1] == -1).all()
 
 
-def test_a_replay_repeats_the_generation():
-    model = make("qwen3_moe", use_cache=True)
-    replace_moe(model)
+# folder -> weights of a token's given experts by its logits: the formula of the model's router
+ROUTERS = {
+    "qwen3_moe": lambda logits, given: (p := logits.softmax(-1)[given]) / p.sum(),
+    "gpt_oss": lambda logits, given: logits[given].softmax(-1),
+    "ernie4_5_moe": lambda logits, given: (p := logits.softmax(-1)[given]) / p.sum(),
+    "kolibri1": lambda logits, given: (p := logits[given].sigmoid()) / p.sum(),
+}
+
+
+class Loop:
+    """A router of transformers that weights given choices token by token."""
+
+    def __init__(self, folder, router, given):
+        self.weigh, self.router, self.given = ROUTERS[folder], router, given.flatten(0, 1).long()
+
+    def __call__(self, x):
+        weight, bias = self.router.weight, getattr(self.router, "bias", None)
+        logits = torch.nn.functional.linear(x.flatten(0, -2), weight, bias)
+        rows = [
+            self.weigh(row, each) if each[0] >= 0 else 0 * row[:2]
+            for row, each in zip(logits, self.given, strict=True)
+        ]
+        return logits, torch.stack(rows), self.given.clamp(min=0)
+
+
+def router_of(block):
+    return block.router if hasattr(block, "router") else block.gate
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["own", "other choices"])
+@pytest.mark.parametrize("folder", ROUTERS)
+def test_training_replays_the_generation_as_a_loop_over_tokens(folder, others):
+    """With activation checkpointing, whose backward pass comes after the block."""
+    model, dense = (make(folder, use_cache=True).train() for _ in range(2))
+    sparse = [block.mlp for block in dense.model.layers if hasattr(block.mlp, "experts")]
+    routers = [router_of(block) for block in sparse]
+    blocks = replace_moe(model)
     with training.record_choices(model) as choices:
         ids = model.generate(tokens(2), max_new_tokens=4, do_sample=False)
     recorded = training.choices_of_sequences(choices, ids.shape)
-    with torch.no_grad():
-        want = model(ids).logits[:, :-1]
-        for param in model.model.layers[1].mlp.gate.parameters():
-            param.neg_()  # this router would choose others now
-        with training.replay_choices(model, recorded), training.record_choices(model) as again:
-            model(ids)
-        found = model(ids).logits[:, :-1]
-    for name, choice in recorded.items():
-        assert torch.equal(again[name], choice)
-    assert (found - want).abs().max() > 0.1
+    assert len(recorded) == len(routers)
+    if others:
+        recorded = {name: torch.where(c < 0, c, (c + 3) % 8) for name, c in recorded.items()}
+    for router, given in zip(routers, recorded.values(), strict=True):
+        router.forward = Loop(folder, router, given)
+
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    target = torch.randn(*ids.shape, 64)
+    with training.replay_choices(model, recorded), training.record_choices(model) as again:
+        outs = [model(ids, use_cache=False).logits]
+    outs.append(dense(ids, use_cache=False).logits)
+    for out in outs:
+        (out * target).sum().backward()
+    found = [
+        [out, net.model.embed_tokens.weight.grad]
+        for out, net in zip(outs, (model, dense), strict=True)
+    ]
+    for name, choice in again.items():
+        assert torch.equal(choice.view_as(recorded[name]), recorded[name])
+    places = [model.get_submodule(name.removesuffix(".experts")) for name in blocks]
+    mine = [getattr(router_of(each), "wg", router_of(each)).weight.grad for each in places]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine, [r.weight.grad for r in routers], rtol=1e-3, atol=1e-4)
+    assert all(grad.abs().max() > 1e-3 for grad in mine)
+
+
+# of the models whose block goes on routing; those whose choices cannot be given
+KEPT = re.findall(r"^\| (\w+) \| same \| experts ", models_page.on_page(), re.M)
+NOT_STEERED = {"phimoe", "deepseek_v4", "zaya"}  # no topk, a table of tokens, a choice of nothing
+
+
+@pytest.mark.parametrize("folder", KEPT)
+def test_each_router_replays_its_own_choices_to_the_bit_and_others_or_refuses(folder):
+    model = make(folder)
+    blocks = replace_moe(model)
+    with training.record_choices(model) as choices:
+        want = logits(model)
+
+    def replayed(changed):
+        given = {name: changed(each) % 8 for name, each in choices.items()}
+        with training.replay_choices(model, given), training.record_choices(model) as again:
+            out = logits(model)
+        torch.testing.assert_close(again, given, rtol=0, atol=0)
+        return out
+
+    assert torch.equal(replayed(lambda each: each), want)
+    if folder in NOT_STEERED:
+        with pytest.raises(ValueError, match="does not choose by one torch.topk"):
+            replayed(lambda each: each + 1)
+    else:
+        assert (replayed(lambda each: each + 1) - want).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="the model's router chooses"):
+        replayed(lambda each: each[:, :1] + torch.arange(3 - each.shape[1]))
+    restore_moe(model, blocks)
+    assert not any("forward" in vars(module) for module in model.modules())
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
