@@ -53,11 +53,11 @@ def replace_ffn(
     one block is refused, the model stays as it was. ``moe/README.md`` has an example.
 
     A block is a module that maps each token to one of the same width, [..., M] -> [..., M]. It may
-    also be a whole layer of torch's or fairseq's transformer, or of transformers' BERT: then
-    ``linear1`` (``fc1``, ``intermediate``) becomes the MoE layer, and activation, dropout and
-    ``linear2`` (``fc2``, ``output.dense``) become identities. The MoE layer takes the block's
-    dtype, device, training mode and dropout. ``nn.TransformerEncoder`` no longer uses nested
-    tensors: its output at padding is no longer zero in evaluation.
+    also be a whole layer of torch's or fairseq's transformer, or one of transformers with two
+    modules, such as BERT's: then ``linear1`` (``fc1``, ``intermediate``) becomes the MoE layer,
+    and activation, dropout and ``linear2`` (``fc2``, ``output.dense``) become identities. The MoE
+    layer takes the block's dtype, device, training mode and dropout. ``nn.TransformerEncoder`` no
+    longer uses nested tensors: its output at padding is no longer zero in evaluation.
 
     Args:
         model (nn.Module): the model that holds the blocks.

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,14 +20,23 @@ _PARTS_OF_LAYERS = (
     ("intermediate", "output.dense"),  # BERT's of transformers: two modules
     ("w_1", "activation", "dropout1", "w_2"),  # a half-step FFN of fairseq's conformers
 )
-# How such a layer may be called: an encoder's, an encoder's with a padding mask, a decoder's, a
-# decoder's with two encoders, one of two channels.
-_CALLS = (
+# How such a layer may be called: the network alone (transformers' BERT), an encoder's, an encoder's
+# with a padding mask, a decoder's, a decoder's with two encoders, one of two channels, one of an
+# image's height and width (Swin's), one of images [B, H, W, M].
+_Call = Callable[[Any, Tensor], Any]
+_CALLS: tuple[_Call, ...] = (
+    lambda layer, x: layer.feed_forward_chunk(x),
     lambda layer, x: layer(x),
     lambda layer, x: layer(x, None),
     lambda layer, x: layer(x, x),
     lambda layer, x: layer(x, x, None, x),
     lambda layer, x: layer([x, x]),
+    lambda layer, x: layer(x, (1, x.shape[1])),
+    lambda layer, x: layer(x[:, None]),
+)
+_CALLS_OF_PAIRS: tuple[_Call, ...] = (
+    lambda layer, x: layer.output(layer.intermediate(x), x),
+    lambda layer, x: layer.output(layer.intermediate(x)),
 )
 
 
@@ -64,19 +73,24 @@ class Place(NamedTuple):
         _put_parts(after, (first, *self.emptied), _join_parts(after, (first, *self.emptied)))
         kind = type(self.parent).__name__
         names = ", ".join((first, *self.emptied))
+        call = _call_of(before.eval(), x)
+        if isinstance(call, Exception):
+            raise ValueError(
+                f"{name}: {kind} cannot be called as layer(x), layer(x, None) or layer(x, "
+                f"memory) ({call}): match a module with its feed-forward network alone"
+            )
         for training in (False, True):
-            wanted, found = (_call_layer(each.train(training), x) for each in (before, after))
-            if isinstance(wanted, Exception):
-                raise ValueError(
-                    f"{name}: {kind} cannot be called as layer(x), layer(x, None) or layer(x, "
-                    f"memory) ({wanted}): match a module with its feed-forward network alone"
-                )
-            if isinstance(found, Exception) or not same(found, wanted):
-                reason = f" ({found})" if isinstance(found, Exception) else ""
-                raise ValueError(
-                    f"{name}: {kind} computes something else between {names}, such as a norm "
-                    f"(--scale-fc of fairseq){reason}: an MoE layer cannot replace them"
-                )
+            wanted, found = (_outcome(call, each.train(training), x) for each in (before, after))
+            if isinstance(wanted, Exception) or isinstance(found, Exception):
+                reason = f" ({wanted if isinstance(wanted, Exception) else found})"
+            elif same(found, wanted):
+                continue
+            else:
+                reason = ""
+            raise ValueError(
+                f"{name}: {kind} computes something else between {names}, such as a norm "
+                f"(--scale-fc of fairseq){reason}: an MoE layer cannot replace them"
+            )
 
     def put(self, model: nn.Module, layer: nn.Module) -> None:
         """Replace the block by the MoE layer."""
@@ -186,17 +200,28 @@ def _put_parts(layer: nn.Module, names: tuple[str, ...], first: nn.Module) -> No
         setattr(layer.get_submodule(owner), leaf, nn.Identity())
 
 
-def _call_layer(layer: nn.Module, x: Tensor) -> list[Tensor] | Exception:
-    """Return the output of a layer by the first way of calling it that works, or the error."""
-    first = None
-    for call in _CALLS:
-        try:
-            y, *drawn = call_seeded(lambda x, call=call: call(layer, x), x)
-        except Exception as error:
-            first = first or error
-            continue
-        while isinstance(y, tuple | list) and y:
-            y = y[0]
-        if isinstance(y, Tensor):
-            return [y, *drawn]
-    return first or TypeError("it returns no tensor")
+def _call_of(layer: nn.Module, x: Tensor) -> _Call | Exception:
+    """Return the first way of calling a layer that works, or the first error."""
+    # layers of transformers pass the first module's output to the second, however they are called
+    known = type(layer).__module__.startswith("transformers.models.")
+    calls = (*_CALLS, *_CALLS_OF_PAIRS) if known else _CALLS
+    errors = []
+    for call in calls:
+        found = _outcome(call, layer, x)
+        if not isinstance(found, Exception):
+            return call
+        errors.append(found)
+    return next((each for each in errors if not isinstance(each, AttributeError)), errors[0])
+
+
+def _outcome(call: _Call, layer: nn.Module, x: Tensor) -> list[Tensor] | Exception:
+    """Return the first output of a layer and the random numbers that come next, or the error."""
+    try:
+        y, *drawn = call_seeded(lambda x: call(layer, x), x)
+    except Exception as error:
+        return error
+    while isinstance(y, tuple | list) and y:
+        y = y[0]
+    if isinstance(y, Tensor) and y.shape[-1] == x.shape[-1]:
+        return [y, *drawn]
+    return TypeError("it returns no tensor [..., M]")

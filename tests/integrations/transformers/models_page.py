@@ -77,10 +77,31 @@ def has_interface(folder: str) -> bool:
 
 
 def table() -> str:
-    """Return the table of all folders."""
-    heads = ("folder", "logits", "what becomes a layer", "routing", "activation", "interface")
-    lines = [heads, ("---",) * len(heads), *map(row, tiny_models.folders())]
+    """Return the tables of all folders: those with the same logits by kind, and the refused."""
+    rows = [row(folder) for folder in tiny_models.folders()]
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for folder, verdict, kind, routing, activation, _ in rows:
+        if verdict == "same":
+            kinds.setdefault((kind, routing, activation), []).append(folder)
+    heads = ("layer", "routing", "activation", "folders")
+    same = [(*kind, ", ".join(found)) for kind, found in sorted(kinds.items())]
+    refused = [(folder, f"{v}: {kind}") for folder, v, kind, *_ in rows if v != "same"]
+    without = ", ".join(folder for folder, *_, interface in rows if interface == "no")
+    return (
+        f"{_table(heads, same)}\n{_table(('folder', 'verdict'), refused)}\n"
+        f"Folders without the experts interface: {without}.\n"
+    )
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def folders_on_page(kind: str) -> list[str]:
+    """Return the folders of which the page says that a layer takes this place."""
+    found = re.findall(rf"^\| {kind} \|.*\| ([^|]+) \|$", on_page(), re.M)
+    return [folder for folders in found for folder in folders.split(", ")]
 
 
 def on_page() -> str:

@@ -1,7 +1,5 @@
 """Choices recorded while generating and in passes, and replays of them beside a loop."""
 
-import re
-
 import models_page
 import pytest
 import torch
@@ -121,7 +119,7 @@ def test_training_replays_the_generation_as_a_loop_over_tokens(folder, others):
 
 
 # of the models whose block goes on routing; those whose choices cannot be given
-KEPT = re.findall(r"^\| (\w+) \| same \| experts ", models_page.on_page(), re.M)
+KEPT = models_page.folders_on_page("experts")
 NOT_STEERED = {"phimoe", "deepseek_v4", "zaya"}  # no topk, a table of tokens, a choice of nothing
 
 
