@@ -210,26 +210,6 @@ def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
     assert_same_state(original_state_dict(model, blocks), state)
 
 
-def generate_on_ranks():
-    """Ranks with other prompts, which end after other numbers of steps."""
-    rank, world_size = process_world()
-    model = make("mixtral", eos_token_id=list(range(30, 50)))
-    if world_size > 1:
-        replace_moe(model)
-    ends = {"max_new_tokens": 15, "do_sample": False, "synced_gpus": world_size > 1}
-    prompts = [tokens(2, seed)[:, : 4 + seed] for seed in (2, 3)]
-    mine = prompts[rank : rank + 1] if world_size > 1 else prompts
-    return [model.generate(prompt, **ends) for prompt in mine]
-
-
-def test_ranks_generate_what_one_does():
-    want = generate_on_ranks()
-    got = [found for (found,) in run_ranks(generate_on_ranks, 2, timeout=100)]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    steps = [len(found[0]) - 4 - seed for found, seed in zip(want, (2, 3), strict=True)]
-    assert steps[0] != steps[1], steps
-
-
 @pytest.mark.parametrize(
     "name, made",
     [("moe/README.md", "trained"), ("integrations/transformers/FINETUNING.md", "merged")],
