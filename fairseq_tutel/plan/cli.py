@@ -84,11 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options, own: dict[str, Any], overrides: list[str], command: list[str]) -> None:
+    from .any_model import is_any_model
     from .compose import load_command, load_config
     from .hardware import load_hardware
-    from .planner import best_plan, check, grown_plan, make_plan
-    from .report import describe, describe_best, describe_grown
-    from .settings import read_settings
 
     for name in (None, "fairseq"):  # fairseq's import turns both up
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -103,6 +101,16 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
         name = options.config_name
         directory = options.config_dir or config_directory(with_extension(name))
         config = load_config(directory, name, overrides)
+    run = _run_model if is_any_model(config.model._name) else _run_ours
+    run(options, own, config, name, hardware)
+
+
+def _run_ours(options, own: dict[str, Any], config, name: str, hardware) -> None:
+    """Plan a run of one of this package's architectures."""
+    from .planner import best_plan, check, grown_plan, make_plan
+    from .report import describe, describe_best, describe_grown
+    from .settings import read_settings
+
     sizes = {key: own.get(key) for key in ("gpus", "vocabulary", "sentence")}
     settings = read_settings(config, name, **sizes)
     plan = make_plan(settings, hardware)
@@ -115,6 +123,26 @@ def _run(options, own: dict[str, Any], overrides: list[str], command: list[str])
     if grown:
         print(describe_grown(plan, grown))
         check(grown)
+
+
+def _run_model(options, own: dict[str, Any], config, name: str, hardware) -> None:
+    """Plan a run of ``NAME_moe``."""
+    from .any_model import grown_model_plan, plan_model
+    from .planner import check_run
+    from .report import describe_grown, describe_model
+
+    unknown = [f"{key}={own[key]:g}" for key in ("sentence", "tokens") if key in own]
+    if asked := ["--best"] * options.best + unknown:
+        raise ValueError(
+            f"{asked[0]}: the planner predicts no activations and no time of {config.model._name}"
+        )
+    plan = plan_model(config, name, hardware, own.get("gpus"), own.get("vocabulary"))
+    print(describe_model(plan))
+    grown = grown_model_plan(plan, config, own.get("vocabulary"))
+    if grown:
+        print(describe_grown(plan, grown))
+    for each in filter(None, (plan, grown)):
+        check_run(each.settings.gpus, hardware, each.at_update, "at least ")
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..command_line import config_directory, with_extension
 from ..integrations.fairseq import register
 from ..integrations.fairseq.models import ARCHITECTURES
+from .any_model import is_any_model
 
 try:
     from hydra import compose, initialize_config_dir
@@ -86,9 +87,9 @@ def _fields(kind: Any) -> dict[str, dataclasses.Field]:
 
 
 def _check_supported(option: str, arch: str | None) -> None:
-    if ARCH_MODEL_NAME_REGISTRY.get(arch) not in SUPPORTED:
+    if ARCH_MODEL_NAME_REGISTRY.get(arch) not in SUPPORTED and not is_any_model(arch):
         known = ", ".join(SUPPORTED)
-        raise ValueError(f"{option}{arch}: the planner supports {known} only")
+        raise ValueError(f"{option}{arch}: the planner supports {known} and NAME_moe only")
 
 
 def load_command(words: Sequence[str]) -> tuple[str, DictConfig]:

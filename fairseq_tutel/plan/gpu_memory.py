@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from ..moe.memory import routed_bytes
 from .parameters import Parameters, StackParameters
-from .settings import Settings, Stack
+from .settings import Run, Settings, Stack
 from .work import Traffic
 
 # Elements of legacy_ddp's all-reduce buffer (fairseq's LegacyDistributedDataParallel).
@@ -196,11 +196,7 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
     # log-softmax: fp32 result, its gradient, and the gradient of the logits (fp16: in fp16)
     logits = tokens * settings.vocabulary * (10 if "fp16" in precision.name else 12)
     weights = gradients = b * per_gpu
-    states = {
-        "weights": weights,
-        "fp32 copies": 8 * per_gpu if precision.master_copies else 0,
-        "optimizer statistics": 2 * precision.statistic * stepped_parameters(settings, parameters),
-    }
+    states = _states(settings, parameters)
     # Gradients are freed before each update and come back during its first backward pass.
     accumulated = gradients if settings.update_freq > 1 else 0
     phases = {
@@ -224,9 +220,30 @@ def count_memory(settings: Settings, parameters: Parameters, stack: list[Layer])
     )
 
 
-def stepped_parameters(settings: Settings, parameters: Parameters) -> int:
+def memory_of_update(run: Run, parameters: Parameters) -> dict[str, int]:
+    """Return bytes by kind while the weights are updated, which parameters alone decide.
+
+    Of a model whose layers have no formulas here, this is the least that a step needs.
+    """
+    return {
+        **_states(run, parameters),
+        "gradients": run.precision.element * parameters.per_gpu,
+        "buffers": _optimizer_buffers(run, parameters),
+    }
+
+
+def _states(run: Run, parameters: Parameters) -> dict[str, int]:
+    precision, per_gpu = run.precision, parameters.per_gpu
+    return {
+        "weights": precision.element * per_gpu,
+        "fp32 copies": 8 * per_gpu if precision.master_copies else 0,
+        "optimizer statistics": 2 * precision.statistic * stepped_parameters(run, parameters),
+    }
+
+
+def stepped_parameters(run: Run, parameters: Parameters) -> int:
     """Return how many parameters have optimizer statistics on the GPU that has most."""
-    return parameters.local + (parameters.owned if settings.zero_sharding else parameters.dense)
+    return parameters.local + (parameters.owned if run.zero_sharding else parameters.dense)
 
 
 def _total(kinds: dict[str, int]) -> int:
@@ -261,13 +278,17 @@ def _update_buffers(settings: Settings, parameters: Parameters) -> int:
     that is larger, the gradient of the token embedding before it is added to that of the output
     projection.
     """
-    precision, b = settings.precision, settings.precision.element
+    tied = settings.precision.element * settings.vocabulary * settings.model.decoder_input_dim
+    return max(_optimizer_buffers(settings, parameters), tied)
+
+
+def _optimizer_buffers(run: Run, parameters: Parameters) -> int:
+    precision, b = run.precision, run.precision.element
     communication = b * parameters.dense  # in buckets
-    if settings.gpus == 1:
+    if run.gpus == 1:
         communication = 0
-    elif settings.ddp_backend in ("legacy_ddp", "no_c10d", "fully_sharded"):
+    elif run.ddp_backend in ("legacy_ddp", "no_c10d", "fully_sharded"):
         communication = b * min(LEGACY_DDP_BUFFER, parameters.per_gpu)
     # temporaries: none in the fused kernel, fp32 copies in fairseq's Adam
     copies = 3 if b == 2 and not precision.master_copies else 1
-    scratch = 0 if precision.statistic == 2 else 4 * copies * parameters.largest
-    return max(communication + scratch, b * settings.vocabulary * settings.model.decoder_input_dim)
+    return communication + (0 if precision.statistic == 2 else 4 * copies * parameters.largest)

@@ -1,7 +1,9 @@
 """Parameter counts of the model itself, built on torch's meta device."""
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -10,9 +12,15 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel
 
 from ..distributed import ExpertParallelGroups, is_expert, share_out
+from ..integrations.fairseq.models.any_architecture import stack_of
 from ..integrations.fairseq.models.transformer_stacks import MoEStack
+from ..moe import MoELayer
 from ..moe.experts import StackedExperts
+from ..moe.model import moe_layers
 from .settings import Settings, is_encoder_decoder
+
+# layers, and the MoE layers of some of them by number
+_Stack = tuple[list[torch.nn.Module], dict[int, list[MoELayer]]]
 
 
 @dataclass(frozen=True)
@@ -80,15 +88,33 @@ def count_parameters(settings: Settings) -> Parameters:
     """
     with torch.device("meta"):
         model = build_model(settings)
-    groups, dense = model.moe_groups, _count_dense(model)
     sides = [getattr(model, stack.side) for stack in settings.stacks]
-    layers = sum(_count_dense(side.layers) for side in sides)
+    found = [(list(side.layers), {n: [each] for n, each in side.moe_layers.items()})
+             for side in sides]  # fmt: skip
+    return _count(model, settings.gpus, found)
+
+
+def count_model(model: torch.nn.Module, gpus: int) -> Parameters:
+    """Count the parameters of a model of any architecture, by the stacks that have MoE layers."""
+    found: dict[str, dict[int, list[MoELayer]]] = {}
+    for name, layer in moe_layers(model).items():
+        stack, number = stack_of(name)
+        found.setdefault(stack, {}).setdefault(number, []).append(layer)
+    modules = [model.get_submodule(stack) for stack in found]
+    layers = [list(each) if isinstance(each, torch.nn.ModuleList) else [each] for each in modules]
+    return _count(model, gpus, list(zip(layers, found.values(), strict=True)))
+
+
+def _count(model: torch.nn.Module, gpus: int, stacks: list[_Stack]) -> Parameters:
+    groups = getattr(model, "moe_groups", None)
+    dense = _count_dense(model)
+    layers = sum(_count_dense(layer) for each, _ in stacks for layer in each)
     counted = Parameters(
         embeddings=dense - layers,
         dense=dense,
         largest=max(param.numel() for param in model.parameters()),
-        owned=_most_owned(model, settings.gpus),
-        stacks=tuple(_count_stack(side, groups) for side in sides),
+        owned=_most_owned(model, gpus),
+        stacks=tuple(_count_stack(*each, groups) for each in stacks),
     )
     if groups is None:
         return counted
@@ -109,15 +135,19 @@ def _most_owned(model: torch.nn.Module, gpus: int) -> int:
     return max(loads)
 
 
-def _count_stack(stack: MoEStack, groups: ExpertParallelGroups | None) -> StackParameters:
-    layers, sparse = [_count_dense(layer) for layer in stack.layers], stack.moe_layers
+def _count_stack(
+    stack: list[torch.nn.Module],
+    sparse: dict[int, list[MoELayer]],
+    groups: ExpertParallelGroups | None,
+) -> StackParameters:
+    layers = [_count_dense(layer) for layer in stack]
     others = [own for i, own in enumerate(layers) if i not in sparse]
     counted = StackParameters(dense_layer=sum(others) // max(len(others), 1))
     if not sparse:
         return counted
-    number, layer = next(iter(sparse.items()))
+    number, (layer, *_) = next(iter(sparse.items()))
     sizes = expert_sizes(layer.experts)
-    moe = {"moe_layers": len(sparse), "moe_layer": layers[number]}
+    moe = {"moe_layers": sum(map(len, sparse.values())), "moe_layer": layers[number]}
     counted = replace(counted, **moe, **sizes)
     held = counted.sliceable // groups.num_slices + counted.unsliced
     return replace(counted, local=held * groups.num_local_experts)
@@ -149,11 +179,18 @@ def build_model(settings: Settings) -> BaseFairseqModel:
     dictionary.symbols = [""] * settings.vocabulary  # only the number of symbols matters
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[args._name]
+    with without_messages():
+        return model.build_model(args, task)
+
+
+@contextlib.contextmanager
+def without_messages() -> Iterator[None]:
+    """Build models inside the block without messages, such as those about simulated ranks."""
     logger = logging.getLogger(MoEStack.__module__.rpartition(".")[0])
     level = logger.level
-    logger.setLevel(logging.ERROR)  # no message about simulated ranks
+    logger.setLevel(logging.ERROR)
     try:
-        return model.build_model(args, task)
+        yield
     finally:
         logger.setLevel(level)
 

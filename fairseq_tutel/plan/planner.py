@@ -2,8 +2,9 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -11,12 +12,20 @@ from omegaconf import DictConfig
 from ..config import EXPERT_PLACEMENTS, OVERLAP_DEGREES, GrowAt
 from ..distributed import possible_r
 from ..distributed.exchanges import exchange_candidates
+from .any_model import is_any_model, memory_of_model
 from .gpu_memory import Memory, count_memory, make_layers
 from .hardware import Hardware
 from .parameters import Parameters, count_parameters
 from .settings import Settings, read_settings
 from .speed import ExchangeTime, StepTime, exchange_time, step_time
-from .work import Traffic, Work, chosen_experts, count_traffic, count_work
+from .work import (
+    Traffic,
+    Work,
+    active_parameters,
+    chosen_experts,
+    count_traffic,
+    count_work,
+)
 
 # gain from which a more complicated choice pays
 _MARGIN = 0.01
@@ -58,12 +67,8 @@ class Plan:
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that a token uses: all dense ones and those of its K experts."""
-        parameters = self.parameters
-        if not self.settings.routing:
-            return parameters.dense
-        met = sum(stack.moe_layers * stack.expert for stack in parameters.stacks)
-        return parameters.dense + chosen_experts(self.settings) * met
+        """Parameters that a token uses."""
+        return active_parameters(self.settings, self.parameters)
 
 
 def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | None = None) -> Plan:
@@ -82,14 +87,19 @@ def make_plan(settings: Settings, hardware: Hardware, parameters: Parameters | N
     return Plan(settings, hardware, parameters, traffic, memory, work, exchange, time)
 
 
-def memory_at_peak(config: DictConfig, ranks: int, vocabulary: int) -> dict[str, int]:
+def memory_at_peak(
+    config: DictConfig, ranks: int, vocabulary: int, task: Any = None
+) -> dict[str, int]:
     """Return bytes by kind that a rank needs at the peak of a step.
 
-    The random state of the process does not change.
+    Of ``NAME_moe``, which is built for the ``task``, only what its parameters decide. The random
+    state of the process does not change.
 
     Raises:
         ValueError: the planner cannot count the run.
     """
+    if is_any_model(config.model._name):
+        return memory_of_model(config, ranks, task)
     settings = read_settings(config, "", gpus=ranks, vocabulary=vocabulary)
     with torch.random.fork_rng(devices=[]):
         parameters = count_parameters(settings)
@@ -189,18 +199,23 @@ def grown_plan(plan: Plan) -> Plan | None:
 
 def check(plan: Plan) -> None:
     """Raise ValueError if a node would be filled in part, or a GPU has too little memory."""
-    gpus, per_node = plan.settings.gpus, plan.hardware.gpus_per_node
+    check_run(plan.settings.gpus, plan.hardware, plan.memory.at_peak)
+
+
+def check_run(gpus: int, hardware: Hardware, at_peak: Mapping[str, int], least: str = "") -> None:
+    """Do what :func:`check` does, for bytes by kind; ``least``: words before their sum."""
+    per_node, usable = hardware.gpus_per_node, hardware.memory - hardware.reserved
     if gpus > per_node and gpus % per_node:
         raise ValueError(
-            f"gpus={gpus} does not fill nodes of {per_node} ({plan.hardware.title}): use "
+            f"gpus={gpus} does not fill nodes of {per_node} ({hardware.title}): use "
             f"gpus={gpus // per_node * per_node} or gpus={-(-gpus // per_node) * per_node}"
         )
-    if not plan.fits:
-        largest = sorted(plan.memory.at_peak.items(), key=lambda kind: -kind[1])[:3]
+    peak = sum(at_peak.values())
+    if peak > usable:
+        largest = sorted(at_peak.items(), key=lambda kind: -kind[1])[:3]
         raise ValueError(
-            f"does not fit: {mib(plan.memory.peak)} at the peak on GPUs with "
-            f"{mib(plan.usable_memory)} to fill; largest are "
-            + ", ".join(f"{name} {mib(size)}" for name, size in largest)
+            f"does not fit: {least}{mib(peak)} at the peak on GPUs with {mib(usable)} to fill; "
+            f"largest are " + ", ".join(f"{name} {mib(size)}" for name, size in largest)
         )
 
 

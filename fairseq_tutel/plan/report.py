@@ -1,11 +1,16 @@
 """Plans as text."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from ..command_line import columns
+from .any_model import ModelPlan
 from .balance import UTILISATIONS, help_of, rows_that_pay
+from .parameters import Parameters
 from .planner import Plan, flop_matched, largest_batch, mib
-from .work import chosen_experts
+from .settings import Run
+from .work import active_parameters, chosen_experts
 
 _PHASES = {
     "loss": "while the loss is computed: all kept activations, and the logits",
@@ -21,7 +26,8 @@ _FEW_ROWS, _MANY_EXPERTS = 128, 256
 
 def describe(plan: Plan, tokens: float = 300e9) -> str:
     """Return a plan as lines of text, with the days of a training of ``tokens`` tokens."""
-    rows = [*_parameter_rows(plan), *_memory_rows(plan), *_work_rows(plan), *_time_rows(plan)]
+    of_parameters = _parameter_rows(plan.settings, plan.parameters)
+    rows = [*of_parameters, *_memory_rows(plan), *_work_rows(plan), *_time_rows(plan)]
     rows.append((f"days for {tokens:.3g} tokens", f"{_days(plan, tokens):.3g}"))
     if plan.settings.routing:
         rows += _dense_rows(plan, tokens)
@@ -91,8 +97,29 @@ def _header(plan: Plan) -> list[str]:
     ]
 
 
-def _parameter_rows(plan: Plan) -> list[tuple[str, str]]:
-    parameters, settings = plan.parameters, plan.settings
+def describe_model(plan: ModelPlan) -> str:
+    """Return a plan of ``NAME_moe`` as lines of text, with what it cannot say."""
+    settings, parameters, arch = plan.settings, plan.parameters, plan.settings.model._name
+    head = f"{parameters.total:.3g} parameters of {arch} on {settings.gpus} ranks, "
+    head += f"{plan.hardware.title}; {settings.precision.name}"
+    memory = [(f"  {kind}", mib(size)) for kind, size in plan.at_update.items() if size]
+    usable = mib(plan.hardware.memory - plan.hardware.reserved)
+    together = ("  together", f"{mib(plan.least_memory)} of {usable}")
+    rows = [
+        *_parameter_rows(settings, parameters),
+        ("memory of a GPU at least", "while the weights are updated"),
+        *memory,
+        together,
+    ]
+    notes = [
+        f"not known: activations, logits, operations, traffic and time, because only the code of "
+        f"{arch.removesuffix('_moe')} says what its dense layers compute",
+        *(f"taken for granted: {note}" for note in plan.notes),
+    ]
+    return "\n".join([head, *(f"  {line}" for line in columns(rows)), *notes])
+
+
+def _parameter_rows(settings: Run, parameters: Parameters) -> list[tuple[str, str]]:
     rows = [
         ("parameters", f"{parameters.total:,} ({parameters.total:.2e})"),
         ("  dense", f"{parameters.dense:,}"),
@@ -102,7 +129,7 @@ def _parameter_rows(plan: Plan) -> list[tuple[str, str]]:
         for size in experts:
             layers = sum(s.moe_layers for s in parameters.stacks if s.expert == size)
             rows.append(("  experts", f"{layers} layers x {parameters.experts} x {size:,}"))
-        rows.append(("  active per token", f"{plan.active_parameters:,.0f}"))
+        rows.append(("  active per token", f"{active_parameters(settings, parameters):,.0f}"))
     return [*rows, ("  per GPU", f"{parameters.per_gpu:,}")]
 
 
@@ -189,17 +216,23 @@ def describe_best(plan: Plan, best: Plan, tokens: float = 300e9) -> str:
     return f"best of all choices: {flags}, {gain:.2f} times as fast\n{describe(best, tokens)}"
 
 
-def describe_grown(plan: Plan, grown: Plan) -> str:
+def describe_grown(plan: Plan | ModelPlan, grown: Plan | ModelPlan) -> str:
     """Return a table of what changes when a run gets more experts."""
     rows = [("", "before", "after")]
-    for label, of in (
+    known: list[tuple[str, Callable[[Any], str]]] = [
         ("experts", lambda p: f"{p.parameters.experts}"),
         ("parameters", lambda p: f"{p.parameters.total:,}"),
         ("  per GPU", lambda p: f"{p.parameters.per_gpu:,}"),
-        ("memory of a GPU", lambda p: mib(p.memory.peak)),
-        ("largest batch that fits", lambda p: f"{largest_batch(p)}"),
-        ("predicted tokens/s", lambda p: f"{p.tokens_per_second:,.0f}"),
-    ):
+    ]
+    if isinstance(plan, ModelPlan):
+        known.append(("memory of a GPU at least", lambda p: mib(p.least_memory)))
+    else:
+        known += [
+            ("memory of a GPU", lambda p: mib(p.memory.peak)),
+            ("largest batch that fits", lambda p: f"{largest_batch(p)}"),
+            ("predicted tokens/s", lambda p: f"{p.tokens_per_second:,.0f}"),
+        ]
+    for label, of in known:
         rows.append((label, of(plan), of(grown)))
     title = f"after --moe-grow-at {plan.settings.model.moe_grow_at}"
     return "\n".join([title, *(f"  {line}" for line in columns(rows, right=(1, 2)))])

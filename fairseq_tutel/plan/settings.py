@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import ExchangeConfig, MoEConfig, exchange_size
-from ..integrations.fairseq.models import ARCHITECTURES
+from ..integrations.fairseq.models import ARCHITECTURES, AnyMoEOptions
 from ..integrations.fairseq.models.transformer_fields import fill_decoder_sizes, fill_sizes
 from ..integrations.fairseq.options.benchmark import benchmark_of
 from ..integrations.fairseq.options.fields import TUNED
@@ -24,6 +25,9 @@ from ..integrations.fairseq.options.options import (
     run_options,
 )
 from ..moe import ActivationMemory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,32 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One training run."""
+class Run:
+    """One training run, of a model of any architecture."""
 
     name: str  # name of the config, for titles
     model: SimpleNamespace  # sizes and switches by fairseq's names, defaults filled in
     precision: Precision
-    vocabulary: int  # size of the dictionary with special symbols and padding
     gpus: int  # W, ranks
-    batch_size: int  # sequences per GPU and forward pass
-    tokens_per_sample: int  # in an encoder-decoder: tokens of each source and target sentence
     update_freq: int  # forward passes per update
     ddp_backend: str
     zero_sharding: bool  # each dense parameter's statistics are on one GPU
     routing: MoEConfig | None  # options of the MoE layers; None for a dense model
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with changed fields; ``model`` may map names of model options to values."""
+        if isinstance(changes.get("model"), Mapping):
+            changes["model"] = SimpleNamespace(**{**vars(self.model), **changes["model"]})
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Settings(Run):
+    """A run of one of this package's architectures, whose sizes the planner's formulas read."""
+
+    vocabulary: int  # size of the dictionary with special symbols and padding
+    batch_size: int  # sequences per GPU and forward pass
+    tokens_per_sample: int  # in an encoder-decoder: tokens of each source and target sentence
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -111,12 +127,6 @@ class Settings:
         """T, tokens per GPU and forward pass; in an encoder-decoder, tokens of each stack."""
         return self.batch_size * self.tokens_per_sample
 
-    def replace(self, **changes: Any) -> Settings:
-        """Return a copy with changed fields; ``model`` may map names of model options to values."""
-        if isinstance(changes.get("model"), Mapping):
-            changes["model"] = SimpleNamespace(**{**vars(self.model), **changes["model"]})
-        return dataclasses.replace(self, **changes)
-
 
 def read_settings(
     config: DictConfig,
@@ -140,16 +150,45 @@ def read_settings(
             planner cannot count.
     """
     model, dataset = _section(config, "model"), _section(config, "dataset")
-    distributed = _section(config, "distributed_training")
     name_of_model = ARCH_MODEL_NAME_REGISTRY[model._name]
     run_options(model, ARCHITECTURES[name_of_model].config)
     _fill_sizes(model)
     if not (dataset.batch_size or dataset.max_tokens):
         raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
+    run = _run_of(config, name, model, gpus, lambda: any(s.sparse for s in stacks_of(model)))
+    _check_positive(model, dataset)
+    length = _tokens_per_sample(config, model, dataset, sentence)
+    return Settings(
+        **vars(run),
+        vocabulary=vocabulary or _vocabulary(config, is_encoder_decoder(model)),
+        batch_size=int(dataset.batch_size or max(1, int(dataset.max_tokens) // length)),
+        tokens_per_sample=length,
+    )
+
+
+def read_run(config: DictConfig, name: str, gpus: int | None = None) -> Run:
+    """Read what a run of any ``NAME_moe`` needs that does not depend on its dense architecture.
+
+    Raises:
+        ValueError: see :func:`read_settings`.
+    """
+    model = SimpleNamespace(**vars(_section(config, "model")))
+    run_options(model, AnyMoEOptions, any_model=True)
+    _start_tuner(model)
+    return _run_of(config, name, model, gpus, lambda: bool(model.moe_freq or model.moe_blocks))
+
+
+def _run_of(
+    config: DictConfig,
+    name: str,
+    model: SimpleNamespace,
+    gpus: int | None,
+    is_sparse: Callable[[], bool],
+) -> Run:
+    distributed = _section(config, "distributed_training")
     passes = _section(config, "optimization").update_freq
     passes = passes if isinstance(passes, int) else passes[-1]
-    _check_positive(model, dataset, passes)
-    length = _tokens_per_sample(config, model, dataset, sentence)
+    _check_size("update_freq", passes)
     world = benchmark_of(model).simulate_world_size or distributed.distributed_world_size
     gpus = gpus or world or model.moe_expert_count or 1
     if getattr(model, "moe_lora_rank", 0):
@@ -158,19 +197,16 @@ def read_settings(
             "which needs more; plan without it"
         )
     routing = None
-    if any(stack.sparse for stack in stacks_of(model)):
+    if is_sparse():
         model.moe_expert_count = model.moe_expert_count or gpus  # as the model reads 0
         exchange_size(model.moe_expert_count, gpus, model.moe_expert_parallel_size)  # raises
         exchange_config(model)  # raises
         routing = moe_config(model, model.moe_expert_count)
-    return Settings(
+    return Run(
         name=name,
         model=model,
         precision=_precision(config),
-        vocabulary=vocabulary or _vocabulary(config, is_encoder_decoder(model)),
         gpus=gpus,
-        batch_size=int(dataset.batch_size or max(1, int(dataset.max_tokens) // length)),
-        tokens_per_sample=length,
         update_freq=int(passes),
         ddp_backend=str(distributed.ddp_backend),
         zero_sharding=str(distributed.zero_sharding) == "os",
@@ -178,7 +214,7 @@ def read_settings(
     )
 
 
-def _check_positive(model: SimpleNamespace, dataset: SimpleNamespace, passes: float) -> None:
+def _check_positive(model: SimpleNamespace, dataset: SimpleNamespace) -> None:
     """Raise ValueError for a size below 1, naming the option."""
     sides = ("encoder", "decoder") if is_encoder_decoder(model) else ("decoder",)
     for side in sides:
@@ -186,7 +222,6 @@ def _check_positive(model: SimpleNamespace, dataset: SimpleNamespace, passes: fl
             _check_size(f"{side}_{size}", getattr(model, f"{side}_{size}"))
     for name in ("batch_size", "max_tokens"):
         _check_size(name, getattr(dataset, name) or 1)  # None and 0: no limit
-    _check_size("update_freq", passes)
 
 
 def _check_size(name: str, value: float) -> None:
@@ -247,7 +282,10 @@ def _tokens_per_sample(
 
 def _section(config: DictConfig, name: str) -> SimpleNamespace:
     """Return a section as plain values, with interpolations resolved."""
-    values = OmegaConf.to_container(config[name], resolve=True, enum_to_str=True)
+    section = config[name]
+    if isinstance(section, Namespace):  # of a class without a dataclass
+        return SimpleNamespace(**{"_name": None, **vars(section)})
+    values = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     return SimpleNamespace(**{"_name": None, **values})
 
 
@@ -261,9 +299,14 @@ def _fill_sizes(model: SimpleNamespace) -> None:
         fill_sizes(model)
     else:
         fill_decoder_sizes(model)
+    _start_tuner(model)
+
+
+def _start_tuner(model: SimpleNamespace) -> None:
+    """Give what a tuner chooses the values that it starts with."""
     for field, flag in TUNED.items():
         if str(getattr(model, flag)) == "auto":
-            setattr(model, flag, getattr(ExchangeConfig, field))  # the tuner starts there
+            setattr(model, flag, getattr(ExchangeConfig, field))
     model.moe_tune_file = None
 
 

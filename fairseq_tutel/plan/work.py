@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..distributed import expert_parallelism
 from .parameters import Parameters, StackParameters
-from .settings import Settings, Stack
+from .settings import Run, Settings, Stack
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,15 @@ def count_traffic(settings: Settings, parameters: Parameters) -> Traffic:
     return Traffic(rows, way.num_destinations, ranks, gather_ranks, stride, held)
 
 
-def chosen_experts(settings: Settings) -> float:
+def active_parameters(run: Run, parameters: Parameters) -> float:
+    """Return the parameters that a token uses: all dense ones and those of its K experts."""
+    if not run.routing:
+        return parameters.dense
+    met = sum(stack.moe_layers * stack.expert for stack in parameters.stacks)
+    return parameters.dense + chosen_experts(run) * met
+
+
+def chosen_experts(settings: Run) -> float:
     """Return how many experts a token uses per layer: K, less the share of null experts."""
     routing = settings.routing
     return routing.top_k * routing.num_experts / routing.num_outputs

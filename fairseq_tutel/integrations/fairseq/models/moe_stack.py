@@ -15,6 +15,7 @@ from .... import distributed, ops
 from ....config import EXPERTS, ExpertConfig
 from ....moe import MoEAux, MoELayer, balance_over_ranks, replace_ffn, routing_counts
 from ....moe.model import moe_layers
+from ....moe.replace.places import Match, matching, place_of
 from ....training import add_lora
 from ....tuning import ExchangeTuner
 from ..options.benchmark import benchmark_of
@@ -84,7 +85,7 @@ class LayerFactory:
             "skip_exchange": run.benchmark.skip_exchange,
         }
 
-    def replace(self, model: torch.nn.Module, names: Sequence[str], copy_weights: bool) -> None:
+    def replace(self, model: torch.nn.Module, names: Match, copy_weights: bool) -> None:
         """Replace blocks of a model by MoE layers of the same network, unless options say other."""
         run, experts = self._run, self._run.experts
         decided_by_block = {"activation", "dropout", "activation_dropout", "expert_storage"}
@@ -100,17 +101,32 @@ class LayerFactory:
             given["expert_storage"] = run.storage
         if run.args.moe_expert_ffn_dim:
             given["hidden_dim"] = run.args.moe_expert_ffn_dim
-        replace_ffn(
-            model,
-            names,
-            run.routing.num_experts,
-            copy_weights=copy_weights,
-            groups=self.groups,
-            **given,
-            **self._of_every_layer,
-        )
+        if any(param.is_meta for param in model.parameters()):
+            self._put_by_sizes(model, names, given)
+        else:
+            replace_ffn(
+                model,
+                names,
+                run.routing.num_experts,
+                copy_weights=copy_weights,
+                groups=self.groups,
+                **given,
+                **self._of_every_layer,
+            )
         for layer in moe_layers(model).values():
             layer.layer_index = next(self._numbers)
+
+    def _put_by_sizes(self, model: torch.nn.Module, names: Match, given: Mapping[str, Any]) -> None:
+        """Replace blocks on the meta device, where nothing can tell what they compute."""
+        for place in [place_of(model, *each) for each in matching(model, names)]:
+            first = getattr(place.block, "first", None)
+            if not isinstance(first, torch.nn.Linear):
+                raise ValueError(
+                    f"{place.name} is {type(place.block).__name__}, and not the two linear layers "
+                    "of a transformer: only the built model can tell what its experts hold"
+                )
+            how = {"hidden_dim": first.out_features, **given, **self._of_every_layer}
+            place.put(model, MoELayer(first.in_features, groups=self.groups, **how))
 
 
 def with_lora(model: Model, run: RunOptions) -> Model:

@@ -35,7 +35,8 @@ _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 def prepare_layers(model: nn.Module) -> None:
     """Prepare all stock layers and stacks that hold MoE layers, in place."""
-    seed = int(torch.randint(2**31, ()))  # the same on all ranks
+    # the same on all ranks; on the CPU, as a model may be built on the meta device
+    seed = int(torch.randint(2**31, (), device="cpu"))
     for name, layer in moe_layers(model).items():
         around = list(_around(model, name))
         owner = next((each for each in around if _mask_argument(each)), None)
