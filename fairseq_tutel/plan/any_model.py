@@ -23,6 +23,7 @@ from ..config import GrowAt
 from ..integrations.fairseq.models.any_architecture import WithExperts
 from ..integrations.fairseq.models.stand_ins import OPTIONS, on_meta, stand_in_task
 from ..integrations.fairseq.options.fields import TUNED
+from ..integrations.fairseq.trainer.sets import changed
 from .gpu_memory import memory_of_update
 from .hardware import Hardware
 from .parameters import Parameters, count_model, without_messages
@@ -80,11 +81,10 @@ def grown_model_plan(
     grow_at = GrowAt.of(plan.settings.model.moe_grow_at)
     if grow_at is None or not plan.settings.routing:
         return None
-    config = copy.deepcopy(config)
-    with open_dict(config):
-        config.model.moe_expert_count, config.model.moe_grow_at = grow_at.num_experts, None
-    gpus = plan.settings.gpus
-    return plan_model(config, plan.settings.name, plan.hardware, gpus, vocabulary)
+    after = {"moe_expert_count": grow_at.num_experts, "moe_grow_at": None}
+    with changed(config.model, after):
+        name, gpus = plan.settings.name, plan.settings.gpus
+        return plan_model(config, name, plan.hardware, gpus, vocabulary)
 
 
 def memory_of_model(config: DictConfig, ranks: int, task: Any) -> dict[str, int]:
@@ -110,7 +110,12 @@ def _parameters(config: DictConfig, run: Run, build: Callable[[Any], Any]) -> Pa
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of weights of a checkpoint, which go nowhere
-        return count_model(build(model), run.gpus)
+        try:
+            return count_model(build(model), run.gpus)
+        except ValueError:
+            raise
+        except Exception as error:  # the code of the model decides which
+            raise ValueError(f"{model._name} cannot be built without its data: {error}") from error
 
 
 def _builder(config: DictConfig, vocabulary: int | None) -> Callable[[Any], Any]:

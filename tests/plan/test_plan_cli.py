@@ -187,7 +187,7 @@ SIZES = f"""x --task language_modeling --tokens-per-sample 8 --batch-size 2 --op
     [
         ("gpus=8", "", "fairseq-train: the command has no --arch; the planner supports " + GPT),
         ("gpus=8", f"x --arch {GPT}_moe", "fairseq-train: the command has no --optimizer"),
-        ("gpus=8", f"x --arch {GPT} --optimizer adam", f"supports {GPT}_moe, transformer_moe only"),
+        ("gpus=8", f"x --arch {GPT} --optimizer adam", "transformer_moe and NAME_moe only"),
         ("gpus=8", f"x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
         ("gpu=8", f"x --arch {GPT}", "gpu=8: .* did you mean gpus?"),
         ("a.b=8", f"x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),

@@ -15,9 +15,9 @@ from .sets import changed
 
 logger = logging.getLogger(__name__)
 
-# (fairseq's config, ranks, symbols of the dictionary) -> bytes by kind at the peak of a step;
+# (fairseq's config, ranks, symbols of the dictionary, task) -> bytes by kind at the peak of a step;
 # raises ValueError if it cannot count
-CountMemory = Callable[[Any, int, int], Mapping[str, int]]
+CountMemory = Callable[[Any, int, int, Any], Mapping[str, int]]
 _counters: list[CountMemory] = []
 # kinds that exist before the first step; kinds that a step allocates and a CPU cannot measure
 _BEFORE = ("weights", "fp32 copies")
@@ -35,19 +35,20 @@ class MemoryMixin:
     def memory_of_step(self, num_experts: int | None = None) -> StepMemory | None:
         """Estimate what a training step needs at its peak; None if the planner cannot.
 
-        ``num_experts``: with so many experts instead, weights included.
+        Of ``NAME_moe`` it is the least that a step needs: without activations. ``num_experts``:
+        with so many experts instead, weights included.
         """
         model = self.cfg.model
-        if hasattr(self._model, "moe_reports_are_collected"):
-            return None  # the planner's formulas are for our own models
-        symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
+        symbols = 0  # the planner builds NAME_moe for the task itself
+        if not self._is_any_model:
+            symbols = len(self.task.target_dictionary or self.task.source_dictionary or ())
         ranks = self.data_parallel_world_size
         if self._model.moe_groups.simulated:
             ranks = self._model.moe_groups.world_size
         other = {} if num_experts is None else {"moe_expert_count": num_experts}
         try:
             with changed(model, other) if other else contextlib.nullcontext():
-                kinds = _counters[0](self.cfg, ranks, symbols)
+                kinds = _counters[0](self.cfg, ranks, symbols, self.task)
         except (IndexError, KeyError, TypeError, AttributeError, ValueError) as error:
             logger.debug("the memory of a step is not counted: %s", error)
             return None
@@ -69,11 +70,16 @@ class MemoryMixin:
         need = self.memory_of_step()
         if need is not None:
             level = logging.INFO if need.fits else logging.WARNING
-            logger.log(level, "memory estimate: %s", need)
+            what = " without activations" if self._is_any_model else ""
+            logger.log(level, "memory estimate%s: %s", what, need)
             if not need.fits:
                 logger.warning("what helps: %s", "; ".join(self._what_helps()))
 
     _memory_logged = False
+
+    @property
+    def _is_any_model(self) -> bool:
+        return hasattr(self._model, "moe_reports_are_collected")
 
     @contextlib.contextmanager
     def _explaining_memory(self) -> Iterator[None]:

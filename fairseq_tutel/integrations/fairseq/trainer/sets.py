@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from operator import ge, le
 
@@ -42,15 +43,18 @@ def start_of_run(checkpoint_cfg) -> Iterator[None]:
 @contextlib.contextmanager
 def changed(section, values):
     """Change entries of a section of fairseq's config within the context."""
-    values = {key: value for key, value in values.items() if value != section.get(key)}
-    before = {key: section.get(key) for key in values}
-    with open_dict(section):
-        section.update(values)
+    of_class = isinstance(section, Namespace)  # one without a dataclass
+    entries = vars(section) if of_class else section
+    values = {key: value for key, value in values.items() if value != entries.get(key)}
+    before = {key: entries.get(key) for key in values}
+    opened = contextlib.nullcontext if of_class else lambda: open_dict(section)
+    with opened():
+        entries.update(values)
     try:
         yield
     finally:
-        with open_dict(section):
-            section.update(before)
+        with opened():
+            entries.update(before)
 
 
 def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
