@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,6 @@ def read_lines(file: Path) -> Iterator[dict]:
                 yield json.loads(text)
 
 
-def order_of_layer(name: str) -> tuple[bool, int]:
-    """Return the sort key of a layer's name, ``3`` or ``encoder.3``: the encoder comes first."""
-    side, _, number = name.rpartition(".")
-    return side == "decoder", int(number)
+def order_of_layer(name: str) -> tuple[bool, list[int]]:
+    """Return the sort key of a layer's name, such as ``3`` or ``encoder.3``: the encoder first."""
+    return name.startswith("decoder"), [int(number) for number in re.findall(r"\d+", name)]

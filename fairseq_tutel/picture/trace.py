@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .run_files import BLUE, RED, order_of_layer, read_lines
 
+_FRAME = -1  # token of what has none
 _TRACED_TOKENS = 100_000  # newest tokens of each rank that a picture shows
 
 
@@ -64,12 +65,14 @@ def read_traces(folder: Path) -> dict[str, Trace]:
 
 
 def _size(passes: Iterable[dict]) -> int:
-    return sum(len(tokens) for line in passes for tokens in line["tokens"].values())
+    return sum(sum(lengths) for line in passes for lengths in line["lengths"].values())
 
 
 def _count(line: dict, pairs: dict[str, collections.Counter]) -> None:
     for layer, choices in line["choices"].items():
         tokens = line["tokens"][layer.rpartition(".")[0]]
+        if tokens is None:  # frames of speech: all are one
+            tokens = [_FRAME] * len(choices)
         for token, experts in zip(tokens, choices, strict=True):
             pairs[layer].update((token, expert) for expert in experts if expert >= 0)
 
@@ -102,7 +105,8 @@ def _draw_tokens(axes, trace: Trace, layer: str):
     """Draw a heat map of a layer: a row for each frequent token, a column for each expert."""
     tokens = trace.frequent(layer, 15)
     words = trace.symbols[layer.rpartition(".")[0]]
-    names = ["all tokens", *(words[t] if t < len(words) else str(t) for t in tokens)]
+    known = lambda t: words[t] if 0 <= t < len(words) else str(t)  # noqa: E731
+    names = ["all tokens", *("frames" if t == _FRAME else known(t) for t in tokens)]
     shares = [trace.shares(layer), *(trace.shares(layer, token) for token in tokens)]
     percent = [[100 * share for share in row] for row in shares]
     mesh = axes.imshow(percent, cmap="Blues", vmin=0, vmax=50, aspect="auto")

@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from helpers import architectures
+from helpers.architectures import ROWS
 from helpers.distributed import run_ranks
 from helpers.training import LENGTH, make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 
 from fairseq_tutel.distributed import process_world
+from fairseq_tutel.moe.model import moe_layers
+from fairseq_tutel.picture.trace import draw_trace, read_traces
 
 WORDS = "--moe-expert-count 4 --moe-freq 1 --checkpoint-activations --moe-trace"
 
@@ -103,3 +107,81 @@ def test_a_resumed_run_writes_later_updates_again(tmp_path):
     assert [each["update"] for each in lines] == [0, 1, 2, 0, 3]
     assert len(lines[-1]["tokens"][""]) == 4 * LENGTH
     assert [each["update"] for each in read(tmp_path, 1)] == [0, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    architectures.stand_in()
+    architectures.make_data(path)
+    yield str(path)
+    architectures.take_back()
+
+
+def _trace_of(name, folder, tmp_path, *options):
+    """A trainer of any architecture, its batch of an update, and the trace of that update."""
+    words = ["--moe-freq", "1", "--moe-trace", str(tmp_path), *options]
+    trainer = architectures.make_trainer(ROWS[name], folder, *words)
+    best = {}
+    for layer_name, layer in moe_layers(trainer.get_model()).items():
+
+        def note(gate, inputs, output, layer_name=layer_name):
+            logits = inputs[0].detach() @ gate.wg.weight.detach().t()
+            best.setdefault(layer_name, []).append(logits.topk(2).indices)
+
+        layer.gate.register_forward_hook(note)
+    (samples,) = architectures.batches(trainer, 1, total=1)
+    trainer.train_step(samples)
+    head, *lines = read(tmp_path)
+    return trainer, samples[0], best, head, lines
+
+
+def test_any_model_with_text_has_its_tokens(folder, tmp_path):
+    """Both stacks of BART, whose embedding they share; choices beside the gates' logits."""
+    trainer, sample, best, head, (line,) = _trace_of("bart", folder, tmp_path)
+    for stack, name in (("encoder.layers", "src_tokens"), ("decoder.layers", "prev_output_tokens")):
+        given = sample["net_input"][name]
+        live = given != 1
+        assert not live.all() and line["tokens"][stack] == given[live].tolist()
+        assert line["lengths"][stack] == live.sum(1).tolist()
+        for number in (0, 1):
+            want = best[f"{stack}.{number}.fc1"][0].view(*given.shape, 2)
+            assert line["choices"][f"{stack}.{number}"] == want[live].tolist()
+        assert head["symbols"][stack] == trainer.task.source_dictionary.symbols
+    assert set(head["experts"]) == set(line["choices"])
+
+
+def test_frames_of_speech_have_choices_without_tokens(folder, tmp_path):
+    """Without those of padding; both blocks of a conformer's layer have a name."""
+    trainer, sample, best, head, (line,) = _trace_of("s2t_conformer", folder, tmp_path)
+    stack = "encoder.conformer_layers"
+    names = {f"{stack}.{i}/{ffn}" for i in (0, 1) for ffn in ("ffn1/w_1", "ffn2/w_1")}
+    assert {name for name in line["choices"] if name.startswith(stack)} == names
+    frames = sample["net_input"]["src_lengths"]
+    for _ in range(2):  # two convolutions of stride 2
+        frames = (frames - 1) // 2 + 1
+    assert line["tokens"][stack] is None and line["lengths"][stack] == frames.tolist()
+    assert len(line["choices"][f"{stack}.0/ffn1/w_1"]) == frames.sum()
+    decoded = sample["net_input"]["prev_output_tokens"]
+    assert line["tokens"]["decoder.layers"] == decoded[decoded != 1].tolist()
+    assert head["symbols"][stack] == []
+    (trace,) = read_traces(tmp_path).values()
+    draw_trace(trace, tmp_path / "x.png")
+    assert sum(trace.pairs[f"{stack}.0/ffn1/w_1"].values()) == 2 * frames.sum()
+
+
+def test_calls_of_one_pass_are_lines(folder, tmp_path):
+    """Three runs of a decoder, each with the tokens that it got; two pairs of languages."""
+    trainer, sample, best, _, lines = _trace_of("levenshtein_transformer", folder, tmp_path / "1")
+    first = sample["prev_target"]
+    assert lines[0]["tokens"]["decoder.layers"] == first[first != 1].tolist()
+    assert [len(each) for each in best.values()] == [1, 1] + [len(lines)] * 2 and len(lines) == 3
+    for number, line in enumerate(lines):
+        assert ("encoder.layers.0" in line["choices"]) == (number == 0)
+        tokens = line["tokens"]["decoder.layers"]
+        assert len(line["choices"]["decoder.layers.0"]) == len(tokens)
+    trainer, sample, _, _, lines = _trace_of("multilingual_transformer", folder, tmp_path / "2")
+    assert len(lines) == len(trainer.task.lang_pairs)
+    # a model of two channels embeds both before its layers: nobody says whose tokens they are
+    *_, lines = _trace_of("speech_dlm", folder, tmp_path / "3")
+    assert {line["tokens"]["decoder.layers"] for line in lines} == {None}

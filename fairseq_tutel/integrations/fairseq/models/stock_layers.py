@@ -44,9 +44,16 @@ def prepare_layers(model: nn.Module) -> None:
             call = vars(owner).get("moe_call") or _LayerCall(owner)
             layer.register_forward_pre_hook(call.before, with_kwargs=True)
             layer.register_forward_hook(call.after)
+            layer.moe_call = call
         for each in around:
             _checkpoint_by_torch(each)
             _drop_alike(each, seed)
+
+
+def padding_of_call(layer: MoELayer) -> torch.Tensor | None:
+    """Return the mask that the stock layer around an MoE layer has in its present call."""
+    call = vars(layer).get("moe_call")
+    return None if call is None else call.mask
 
 
 def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
@@ -68,7 +75,7 @@ class _LayerCall:
 
     def __init__(self, layer: nn.Module):
         stock = vars(layer).get("precheckpoint_forward", layer.forward)
-        self._mask: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
         self._name, self._signature = _mask_argument(layer), inspect.signature(stock)
         run = functools.partial(self._run, stock)
         if "precheckpoint_forward" in vars(layer):
@@ -78,17 +85,17 @@ class _LayerCall:
         layer.moe_call = self
 
     def _run(self, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-        before = self._mask
-        self._mask = self._signature.bind(*args, **kwargs).arguments.get(self._name)
+        before = self.mask
+        self.mask = self._signature.bind(*args, **kwargs).arguments.get(self._name)
         try:
             return stock(*args, **kwargs)
         finally:
-            self._mask = before
+            self.mask = before
 
     def before(self, layer: MoELayer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the tokens batch first, as Meta's layers get them, and the mask."""
         x = args[0].transpose(0, 1)
-        mask = self._mask
+        mask = self.mask
         fits = mask is not None and mask.shape == x.shape[:-1]
         if fits and layer.config.use_pad_mask:
             kwargs = {"pad_mask": mask, **kwargs}

@@ -4,26 +4,27 @@ Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then
 pass, without padding. ``training/README.md`` lists their entries.
 """
 
-import inspect
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from fairseq.data import Dictionary
+from fairseq.models import BaseFairseqModel
 from torch import nn
 
 from ....distributed import process_world
 from ....moe.model import moe_layers
 from ....moe.recomputation import is_recomputing
+from ....moe.requests import LayerCall, Request, open_requests
 from ....moe.torch_modes import untraced
-from ....training import record_choices
 from ..json_lines import append_line, drop_after
+from ..models.any_architecture import stack_of
+from ..models.stock_layers import padding_of_call
 from . import program
 
-# argument of a model's forward method with the tokens of a stack
-_TOKENS = {"decoder": "prev_output_tokens"}
 _FILE = "trace-rank-{}.jsonl"
 _TRAINING = ("train", "valid")  # modes of a program that trains
 
@@ -31,13 +32,17 @@ _TRAINING = ("train", "valid")  # modes of a program that trains
 class RoutingTrace:
     """File of one rank. Forward passes of the model append to it from now on.
 
+    A stack's tokens are what its embedding got last. A stack without one, such as an encoder of
+    speech, has none: its line has the choices of each frame.
+
     Args:
         folder: of the files; all ranks may have the same.
         model, task: fairseq model with ``moe_layers``, and its task, which has the dictionaries.
         interval: in training, only every N-th update is written.
         modes: of training, if any, and of evaluation.
 
-    ``fillers`` is the number of passes to come that have no tokens of the data.
+    Passes are left out while ``ignores`` is set, and ``fillers`` passes to come: they have no
+    tokens of the data.
     """
 
     def __init__(
@@ -51,21 +56,25 @@ class RoutingTrace:
         rank, self._ranks = process_world()
         self._path = os.path.join(folder, _FILE.format(rank))
         self._model, self._interval = model, interval
-        self._signature = inspect.signature(model.forward)
-        names = {id(layer): str(key) for key, layer in model.moe_layers.items()}
-        self._names = {name: names[id(layer)] for name, layer in moe_layers(model).items()}
-        stacks = dict.fromkeys(name.rpartition(".")[0] for name in names.values())
-        self._dictionaries: dict[str, Dictionary] = {
-            stack: task.target_dictionary if stack == "decoder" else task.source_dictionary
-            for stack in stacks
-        }
+        self._layers = _labels(model)
+        stacks = {_stack(label): name for name, label in self._layers.items()}
+        self._embeddings = {stack: _embedding(model, name) for stack, name in stacks.items()}
+        self._symbols = {s: _symbols(task, s, each) for s, each in self._embeddings.items()}
         self._modes = list(modes)
         self._update = self.fillers = 0
-        self._is_begun = self._is_resumed = False
-        self._recording: tuple[AbstractContextManager, dict] | None = None
+        self.ignores = self._is_begun = self._is_resumed = False
+        self._recording: tuple[nn.Module, ExitStack] | None = None
+        self._lines: list[dict[str, dict]] = []  # of the present pass
+        # what was embedded since the last call of a layer
+        self._embedded: list[tuple[nn.Module, torch.Tensor]] = []
+        self._is_called = False
         model.moe_trace = self
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+        for module in model.modules():
+            if isinstance(module, BaseFairseqModel):  # a model may hold several, each called alone
+                module.register_forward_pre_hook(self._begin)
+                module.register_forward_hook(self._end, always_call=True)
+        for module in {each for each in self._embeddings.values() if each is not None}:
+            module.register_forward_pre_hook(self._note_tokens)
 
     def resume(self, update: int, *, rewrite: bool) -> None:
         """Go on after an update; ``rewrite``: drop the lines of later updates."""
@@ -84,62 +93,159 @@ class RoutingTrace:
             if number and int(number[1]) >= self._ranks:
                 yield os.path.join(folder, other)
 
-    def before(self, update: int, fillers: int) -> None:
+    def before(self, update: int) -> None:
         """Begin the passes of an update, or of a validation after it."""
-        self._update, self.fillers = update, fillers
+        self._update = update
 
     def __deepcopy__(self, memo: dict) -> "RoutingTrace":
         return self  # copies of the model are not traced
 
     @untraced
     def _begin(self, module: nn.Module, args: tuple) -> None:
-        if module is not self._model or is_recomputing():
+        if self._recording is not None or is_recomputing():
             return
         if self.fillers:
             self.fillers -= 1
-        elif not (module.training and self._update % self._interval):
-            recording = record_choices(module)
-            self._recording = recording, recording.__enter__()
+        elif not (self.ignores or module.training and self._update % self._interval):
+            self._lines, self._embedded, self._is_called = [], [], False
+            layers = {name: layer for name, layer in moe_layers(self._model).items()}
+            requests = {layer: self._request(name, layer) for name, layer in layers.items()}
+            block = ExitStack()
+            block.enter_context(open_requests(requests))
+            self._recording = module, block
 
     @untraced
-    def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if self._recording is None or module is not self._model or is_recomputing():
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._recording is None or self._recording[0] is not module or is_recomputing():
             return
-        (recording, choices), self._recording = self._recording, None
-        recording.__exit__(None, None, None)
+        (_, block), self._recording = self._recording, None
+        block.close()
         if output is not None:  # the pass did not fail
-            self._write(self._signature.bind(*args, **kwargs).arguments, choices)
+            for parts in self._lines:
+                self._write(parts)
 
-    def _write(self, inputs: dict[str, Any], choices: dict[str, Any]) -> None:
-        inputs = {**inputs, **inputs.get("kwargs", {})}
-        tokens = {stack: inputs[_TOKENS.get(stack, "src_tokens")] for stack in self._dictionaries}
-        kept = {s: tokens[s].ne(dictionary.pad()) for s, dictionary in self._dictionaries.items()}
+    def _note_tokens(self, embedding: nn.Module, args: tuple) -> None:
+        if self._is_called:
+            self._embedded, self._is_called = [], False
+        self._embedded.append((embedding, args[0]))
+
+    def _request(self, name: str, layer: Any) -> Request:
+        label = self._layers[name]
+
+        def take(call: LayerCall, _: Mapping[str, Any]) -> None:
+            assert call.choices is not None  # the request asks for them
+            self._take(label, call.choices, padding_of_call(layer))
+
+        return Request({"recorder": None}, take)
+
+    def _take(self, label: str, choices: torch.Tensor, padding: torch.Tensor | None) -> None:
+        """Note a call; a layer that is called again in a pass begins another line."""
+        self._is_called, stack = True, _stack(label)
+        line = self._lines[-1] if self._lines else {}
+        known = line.get("kept", {}).get(stack)
+        shape = choices.shape[:-1]
+        if not line or label in line["choices"] or known is not None and known.shape != shape:
+            line = {"choices": {}, "tokens": {}, "kept": {}}
+            self._lines.append(line)
+        if stack not in line["kept"]:
+            tokens = self._tokens(stack, shape)
+            kept = choices.new_ones(shape, dtype=torch.bool)
+            if tokens is not None:
+                kept = tokens.ne(self._embeddings[stack].padding_idx)
+            elif padding is not None and padding.shape == shape:
+                kept = ~padding.bool()
+            line["tokens"][stack] = tokens
+            line["kept"][stack] = (
+                choices.new_ones(shape, dtype=torch.bool) if kept is None else kept
+            )
+        line["choices"][label] = choices
+
+    def _tokens(self, stack: str, shape: torch.Size) -> torch.Tensor | None:
+        """Return the tokens of a call; None if several texts were embedded before it, or none."""
+        mine = self._embeddings[stack]
+        found = [tokens for each, tokens in self._embedded if each is mine]
+        found = [tokens for tokens in found if tokens.shape == shape]
+        return found[0] if len(found) == 1 else None
+
+    def _write(self, parts: dict[str, dict]) -> None:
+        kept, tokens = parts["kept"], parts["tokens"]
         if not self._is_begun:
             self._is_begun = True
             append_line(self._path, self._header())
-        by_layer = {self._names[name]: each for name, each in choices.items()}
         line = {
             "update": self._update,
             "mode": self._modes[0 if self._model.training else -1],
-            "lengths": {stack: kept[stack].sum(1).tolist() for stack in kept},
-            "tokens": {stack: tokens[stack][kept[stack]].tolist() for stack in kept},
+            "lengths": {stack: each.sum(-1).tolist() for stack, each in kept.items()},
+            "tokens": {
+                stack: None if each is None else each[kept[stack]].tolist()
+                for stack, each in tokens.items()
+            },
             "choices": {
-                name: each[kept[name.rpartition(".")[0]]].tolist()
-                for name, each in by_layer.items()
+                label: each[kept[_stack(label)]].tolist()
+                for label, each in parts["choices"].items()
             },
         }
         append_line(self._path, line)
 
     def _header(self) -> dict[str, Any]:
-        layers = self._model.moe_layers
+        layers = moe_layers(self._model)
         return {
             "modes": self._modes,
             "ranks": self._ranks,
             "resumed": self._is_resumed,
             "update": 0,  # never dropped
-            "experts": {str(key): layer.config.num_outputs for key, layer in layers.items()},
-            "symbols": {stack: each.symbols for stack, each in self._dictionaries.items()},
+            "experts": {
+                label: layers[name].config.num_outputs for name, label in self._layers.items()
+            },
+            "symbols": self._symbols,
         }
+
+
+def _labels(model: Any) -> dict[str, str]:
+    """Return the names of layers in the trace by those of modules: the stack, a dot, a number.
+
+    Two layers of one number, as in a conformer, also have their names: ``encoder.layers.1/ffn1``.
+    """
+    known = {id(layer): str(key) for key, layer in model.moe_layers.items()}
+    names = {name: known[id(layer)] for name, layer in moe_layers(model).items()}
+    if not hasattr(model, "moe_reports_are_collected"):
+        return names  # of our own stacks
+    places = {name: stack_of(name) for name in names}
+    numbers = list(places.values())
+    found = {}
+    for name, (stack, number) in places.items():
+        found[name] = f"{stack}.{number}"
+        if numbers.count((stack, number)) > 1:
+            found[name] += "/" + name.removeprefix(f"{stack}.{number}.").replace(".", "/")
+    return found
+
+
+def _stack(label: str) -> str:
+    return label.rpartition(".")[0]
+
+
+def _embedding(model: nn.Module, layer: str) -> Any:
+    """Return the embedding of the tokens of a layer's stack, or None."""
+    while layer:
+        layer = layer.rpartition(".")[0]
+        found = getattr(model.get_submodule(layer), "embed_tokens", None)
+        if isinstance(found, nn.Embedding):
+            return found
+    return None
+
+
+def _symbols(task: Any, stack: str, embedding: Any) -> list[str]:
+    """Return the words of a stack's dictionary; none if the task has no dictionary of its size."""
+    sides = ["source_dictionary", "target_dictionary"]
+    for side in reversed(sides) if stack.startswith("decoder") else sides:
+        try:
+            dictionary = getattr(task, side)
+        except (AttributeError, NotImplementedError, KeyError):  # the task has no such side
+            continue
+        same = embedding is not None and isinstance(dictionary, Dictionary)
+        if same and len(dictionary) == embedding.num_embeddings:
+            return dictionary.symbols
+    return []
 
 
 def trace_model(

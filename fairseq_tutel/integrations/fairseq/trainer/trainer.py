@@ -171,7 +171,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         if self._gate_loss is not None:
             self._gate_loss.take()  # of an update that overflowed, whose logs nobody read
         if self.trace is not None:
-            self.trace.before(self.get_num_updates() + 1, len(fillers))
+            self.trace.before(self.get_num_updates() + 1)
         try:
             with self._explaining_memory():
                 return super().train_step(samples, raise_oom or self._others_wait)
@@ -188,7 +188,7 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
     def valid_step(self, sample, raise_oom=False):
         """Validate one batch."""
         if self.trace is not None:
-            self.trace.before(self.get_num_updates(), int(not sample))
+            self.trace.before(self.get_num_updates())
         return super().valid_step(sample, raise_oom or self._others_wait)
 
     @property
@@ -217,6 +217,8 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         sample, is_dummy_batch = super()._prepare_sample(sample, is_dummy)
         if self._gate_loss is not None:
             self._gate_loss.ignored = is_dummy or is_dummy_batch
+        if self.trace is not None:
+            self.trace.ignores = is_dummy or is_dummy_batch
         return sample, is_dummy_batch
 
     def _all_gather_list_sync(self, logging_outputs, *extra_stats_to_sum, ignore=False):
