@@ -44,6 +44,7 @@ from ..options.options import MoEOptions, run_options
 from .architectures import ARCHITECTURES, use_schema
 from .moe_stack import LayerFactory, with_lora, world_size
 from .stock_layers import prepare_layers
+from .tuned_passes import tune_passes, tuner_of
 
 ENDING = "_moe"
 _IN_LIST = re.compile(r"(.*)\.(\d+)(?:\..*)?")  # stack, number of the layer
@@ -52,6 +53,7 @@ _OF_CHECKPOINTS = ("w2v_path",)  # options by which a model begins with a traine
 _OF_RUN = (
     *("moe_freq", "moe_blocks", "moe_gate_loss_wt", "moe_gate_loss_combine_method"),
     *("moe_normalize_expert_grad", "moe_load_log_interval", "num_workers_valid"),
+    *("moe_trace", "moe_trace_interval"),
 )
 # options in which all layers agree, as one trainer serves them
 _OF_ALL_LAYERS = {"num_experts": "--moe-expert-count", "load_bias": "--moe-load-bias"}
@@ -180,7 +182,6 @@ def put_experts(model: Any, args: Any) -> Any:
     if not (args.moe_freq or args.moe_blocks):
         return model
     run = run_options(args, AnyMoEOptions, world_size(args), any_model=True)
-    _refuse_options(run)
     names = args.moe_blocks or blocks_of(model, args.moe_freq)
     if not names and moe_layers(model):  # a part of it comes from a checkpoint, with its experts
         _refuse_without_effect(args)
@@ -189,16 +190,8 @@ def put_experts(model: Any, args: Any) -> Any:
     trained = any(getattr(args, name, None) for name in _OF_CHECKPOINTS)
     factory.replace(model, names, copy_weights=bool(args.moe_copy_blocks or trained))
     prepare_layers(model)
+    tune_passes(model, run)
     return adopt(with_lora(model, run))
-
-
-def _refuse_options(run: Any) -> None:
-    """Raise ValueError for options that need a stack of ours."""
-    given = [as_flag("moe_trace", run.args.moe_trace)] if run.args.moe_trace else []
-    given += [f"'auto' for {name}" for name in run.tuned]
-    if given:
-        ours = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{' and '.join(given)}: only {ours} can do this: leave it out")
 
 
 def _refuse_without_effect(args: Any) -> None:
@@ -270,7 +263,7 @@ def adopt(model: Any) -> Any:
                 "its trained part was made"
             )
     model.moe_layers, model.moe_groups = layers, next(iter(layers.values())).groups
-    model.moe_reports_are_collected = True
+    model.moe_reports_are_collected, model.exchange_tuner = True, tuner_of(model)
     return model
 
 
