@@ -75,10 +75,12 @@ def test_a_pass_has_one_choice_and_the_fastest_wins(folder, tmp_path):
         return architectures.trainer_of(cfg)
 
     trainer = tuned()
-    calls = _watched(trainer)
+    calls, tuner, asked = _watched(trainer), trainer.get_model().exchange_tuner, []
+    agree = tuner.agree
+    tuner.agree = lambda *args: asked.append(args) or agree(*args)
     found = _train(trainer)
     passes = [calls[i : i + 8] for i in range(0, len(calls), 8)]  # 4 layers, each twice
-    assert len(passes) == 2 * UPDATES
+    assert len(passes) == len(asked) == 2 * UPDATES
     for each in passes:
         assert [number for number, _, again in each if not again] == [0, 1, 2, 3]
         assert [again for _, _, again in each].count(True) == 4
