@@ -10,7 +10,7 @@ from typing import Any
 PRESETS: dict[str, dict[str, Any]] = {
     # as Meta's code: capacity is limited, and the gate loss balances the experts
     "meta": {"second_expert_policy": "sampling", "capacity_factor": 1.0, "load_bias": "none"},
-    # recommended by a study (scripts/bench/results/STUDIES.md): nothing is dropped, and a bias
+    # recommended by a study (scripts/bench/results/README.md): nothing is dropped, and a bias
     # balances the experts
     "balanced": {"second_expert_policy": "all", "capacity_factor": 0.0, "load_bias": "quantile"},
 }
