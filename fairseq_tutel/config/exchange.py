@@ -32,12 +32,11 @@ class ExchangeConfig:
         or_auto=True,
     )
     ranks_per_node: int = option(
-        0, "ranks per node, for exchanges that know nodes; 0: as the machines are", at_least(0)
+        0, "ranks per node, for exchanges that know nodes; 0: detected", at_least(0)
     )
     overlap_degree: int = option(
         1,
-        "chunks (1, 2, 4 or 8) of an exchange; experts compute one while others travel. Results "
-        "change by rounding only; dropout inside experts draws one mask per chunk",
+        "chunks (1, 2, 4 or 8) of an exchange; experts compute one while others travel",
         choices=OVERLAP_DEGREES,
         or_auto=True,
     )
@@ -54,20 +53,19 @@ class ExchangeConfig:
     )
     wire_grad: str = option(
         "auto",
-        f"format of gradients in both directions; {_AUTO}",
+        f"format of both gradients; {_AUTO}",
         choices=("auto", *_WIRES),
     )
     wire_compact: bool = option(
         False,
-        "with a capacity in training, send and compute only the rows in use; the host waits for "
-        "each layer's counts",
+        "with a training capacity, send and compute only the rows in use; the host waits for each"
+        " layer's counts",
     )
     r: int = option(
         1,
-        "ranks that a token is sent to, of those with slices of its expert. 1: one, which gathers "
-        "the other slices; a divisor of the number of slices: each gathers and computes a part; "
-        "0: none, every rank gathers all experts. Few: fewer copies of tokens; many: fewer weights "
-        "that travel",
+        "ranks that a token is sent to, of those with slices of its expert. 1: one, which gathers"
+        " the other slices; a divisor of the number of slices: each gathers and computes a part; "
+        "0: none, every rank gathers all experts",
         at_least(0),
         flag="--moe-parallelism-r",
         or_auto=True,
@@ -76,19 +74,18 @@ class ExchangeConfig:
     balance_ranks: bool = option(
         False,
         "without a capacity, let ranks with few rows compute rows of busy ranks, whose weights "
-        "travel to them for the step: nothing is dropped, and all ranks compute about as many rows",
+        "travel to them for the step",
     )
     balance_tolerance: float = option(
         1.05,
-        "with `balance_ranks`, rows of the busiest rank, as a multiple of the mean, that are left "
-        "as they are",
+        "rows of the busiest rank, as a multiple of the mean, that are left as they are",
         at_least(1),
         needs=["balance_ranks"],
     )
     balance_min_rows: int = option(
         0,
-        "with `balance_ranks`, rows that pay for moving an expert's weights once; 0: measured when "
-        "first needed, so that the rounding of sums differs between runs",
+        "rows that pay for moving an expert's weights; 0: measured, so that rounding differs "
+        "between runs",
         at_least(0),
         needs=["balance_ranks"],
     )

@@ -46,14 +46,14 @@ class ExpertConfig:
     )
     expert_compute: str = option(
         "same",
-        "precision of the experts' products in the forward pass: that of the rows, or fp8 (e4m3, a "
-        "scale per row; Hopper and newer, emulated on a CPU)",
+        "precision of the experts' products in the forward pass: that of the rows, or fp8 (e4m3; "
+        "Hopper and newer, emulated on CPUs)",
         choices=("same", "fp8"),
     )
     activation_memory: str = option(
         "fast",
-        "what experts keep for the backward pass: 'fast': all; 'lean': the values before the "
-        "activation, half; 'minimal': tokens and routing alone",
+        "what experts keep for the backward pass: 'fast': all; 'lean': values before the "
+        "activation, half; 'minimal': tokens and routing",
         choices=("fast", "lean", "minimal"),
     )
     activation_storage: str = option(
@@ -64,14 +64,13 @@ class ExpertConfig:
     )
     shared_expert_dim: int = option(
         0,
-        "> 0: hidden dimension of a dense expert that every token also goes through",
+        "> 0: hidden dimension of a dense expert for every token",
         at_least(0),
         flag="--moe-shared-expert-ffn-dim",
     )
     shared_expert_gate: bool = option(
         False,
-        "multiply that dense expert's output by the sigmoid of a linear map of the token, as "
-        "Qwen1.5-MoE does",
+        "multiply its output by a sigmoid gate of the token (Qwen1.5-MoE)",
         needs=["shared_expert_dim"],
     )
     expert_options: Options | Mapping[str, Any] | None = option(

@@ -62,7 +62,7 @@ _E5M2 = WireFormat("e5m2", "float8_e5m2", 1, exponent=15, mantissa=2, bias=15)
 # beside "same", which encodes nothing
 WIRES = {
     "bf16": Wire("rounded", _BF16, _BF16, "bf16"),
-    "fp16": Wire(f"with a scale per {BLOCK} values against overflow", _FP16, _FP16, "fp16"),
+    "fp16": Wire(f"with a scale per {BLOCK} values", _FP16, _FP16, "fp16"),
     "fp8": Wire("e4m3, gradients e5m2, with such scales", _E4M3, _E5M2, "bf16"),
 }
 WIRE_FORMATS = {each.name: each for wire in WIRES.values() for each in (wire.rows, wire.gradients)}

@@ -42,9 +42,8 @@ class MoEConfig:
     top_k: int = option(2, "experts per token (K)", at_least(1), flag_default=None)
     capacity_factor: float = option(
         1.0,
-        "capacity in training: most rows of an expert per rank. f > 0: K * int(f * ceil(tokens / "
-        "experts)), the rest is dropped; 0: no limit; f < 0: as many as needed, up to the capacity "
-        "of -f",
+        "most rows of an expert per rank in training. f > 0: K * int(f * ceil(tokens / experts)),"
+        " the rest is dropped; 0: no limit; f < 0: as needed, up to the capacity of -f",
         flag_default=None,
     )
     eval_capacity_factor: float = option(
@@ -52,45 +51,41 @@ class MoEConfig:
     )
     eval_capacity_token_fraction: float = option(
         0.0,
-        "capacity in evaluation as a fraction of a batch's tokens, in place of "
-        "`eval_capacity_factor`",
+        "capacity in evaluation as a fraction of the batch's tokens",
         Range(high=1),
         flag_default=None,
-        note="; <= 0: the training formula (default: not given; Meta's default is 0.25)",
+        note="; <= 0: the training formula (default: not given; Meta's: 0.25)",
     )
     second_expert_policy: str = option(
         "all",
-        "choices after the first: 'all': the next best experts; 'sampling': the best after Gumbel "
-        "noise on the logits; 'random': the next best, kept with probability K * its gate value "
-        "(GShard, arXiv 2006.16668, section 3.2). Evaluation takes the next best",
+        "choices after the first: 'all': the next best; 'sampling': the best after Gumbel noise "
+        "on the logits; 'random': the next best, kept with probability K * its gate value "
+        "(GShard, arXiv 2006.16668). Evaluation takes the next best",
         choices=("sampling", "all", "random"),
         flag_default=PRESETS["meta"]["second_expert_policy"],
     )
     normalize_before_dropping: bool = option(
         False,
-        "normalise a token's K gate values to sum 1 before pairs over capacity are dropped, not "
-        "after",
+        "normalise the K gate values of a token before drops, not after",
         flag="--moe-normalize-gate-prob-before-dropping",
     )
     unnormalized_weights: bool = option(
         False,
-        "weight outputs by the gate values themselves, not normalised to sum 1 (OLMoE, arXiv "
-        "2409.02060); K = 1 always does",
+        "weight outputs by the plain gate values (OLMoE, arXiv 2409.02060); K = 1 always does",
     )
     batch_prioritized: bool = option(
         False,
-        "give capacity to the tokens with the highest gate values first (arXiv 2106.05974)",
+        "tokens with the highest gate values get capacity first (arXiv 2106.05974)",
         flag="--moe-batch-prioritized-routing",
     )
     use_pad_mask: bool = option(
         False,
-        "do not route padding: fairseq's model passes its mask to the layers, which always use a "
-        "mask that they get",
+        "do not route padding: the model passes its mask to the layers",
         flag="--use-moe-pad-mask",
     )
     gating_fp32: bool = option(
         True,
-        "compute the gate's logits with fp32 output from inputs of any dtype",
+        "compute fp32 logits from inputs of any dtype",
         flag="--moe-gating-use-fp32",
         flag_default=None,
         note=" (default: on; off with --moe-gating-use-model-dtype)",
@@ -98,52 +93,49 @@ class MoEConfig:
     router: str = option("linear", "the gate", registry=ROUTERS, options="router_options")
     gate_noise: float = option(
         0.0,
-        "normal noise on the logits in training: its standard deviation times the number of "
-        "experts",
+        "normal noise on the logits in training: standard deviation times number of experts",
         at_least(0),
     )
     input_jitter: float = option(
         0.0, "multiply the gate's input by uniform(1-j, 1+j) in training", _PROBABILITY
     )
-    input_dropout: float = option(
-        0.0, "dropout on the layer's input before routing, in training", _PROBABILITY
-    )
+    input_dropout: float = option(0.0, "dropout on the layer's input before routing", _PROBABILITY)
     z_loss_weight: float = option(
         0.0,
-        "weight of the router z-loss, mean(logsumexp(logits)^2), inside the gate loss (arXiv "
-        "2202.08906, equation 5)",
+        "weight of the router z-loss, mean(logsumexp(logits)^2), in the gate loss (arXiv "
+        "2202.08906)",
         at_least(0),
         flag="--moe-z-loss-wt",
         group="balance",
     )
     load_importance_loss: bool = option(
         False,
-        "load and importance losses (arXiv 1701.06538, appendix A) in place of GShard's balance "
-        "loss; needs `gate_noise` > 0",
+        "load and importance losses (arXiv 1701.06538) in place of the balance loss; needs "
+        "`gate_noise` > 0",
         group="balance",
         needs=["gate_noise"],
     )
     balance_scope: str = option(
         "rank",
-        "tokens that the balance loss balances together: 'rank': a rank's batch; 'global': all "
-        "ranks' in training (arXiv 2501.11873); 'update': all ranks' of the update's forward "
-        "passes so far; 'sequence': each sequence (arXiv 2412.19437, equation 17)",
+        "tokens that are balanced together: 'rank': a rank's batch; 'global': all ranks' (arXiv "
+        "2501.11873); 'update': all ranks' in the update so far; 'sequence': each sequence (arXiv"
+        " 2412.19437)",
         choices=("rank", "global", "update", "sequence"),
         flag="--moe-gate-loss-scope",
         group="balance",
     )
     balance_choices: str = option(
         "first",
-        "choices that the balance loss counts: the 'first', as Meta's; 'all', divided by K",
+        "choices that count: the 'first' (Meta's); 'all', divided by K",
         choices=("first", "all"),
         flag="--moe-gate-loss-choices",
         group="balance",
     )
     balance_over: str = option(
         "unpadded",
-        "tokens that balance loss and z-loss average over if padding is masked: 'unpadded' ones; "
-        "'all', as Meta's, padding included; 'longest': all, and zeros up to the longest rank, as "
-        "Meta's with --max-tokens (default of transformer_moe)",
+        "tokens that balance loss and z-loss average over: 'unpadded'; 'all', padding included "
+        "(Meta's); 'longest': all, and zeros up to the longest rank (Meta's with --max-tokens; "
+        "default of transformer_moe)",
         choices=("unpadded", "all", "longest"),
         flag="--moe-gate-loss-over",
         flag_default="all",
@@ -151,10 +143,9 @@ class MoEConfig:
     )
     load_bias: str = option(
         "none",
-        "bias on the selection of experts that follows their load, without a loss: 'quantile': "
-        "after each update by as much as its tokens need (arXiv 2607.24653; recommended); 'sign': "
-        "by `load_bias_rate` (arXiv 2408.15664); 'frozen': never, it stays as loaded. K > 1 needs "
-        "`second_expert_policy='all'`",
+        "bias on the selection of experts, moved by their load: 'quantile': after each update by "
+        "as much as its tokens need (arXiv 2607.24653; recommended); 'sign': by `load_bias_rate` "
+        "(arXiv 2408.15664); 'frozen': never. K > 1 needs `second_expert_policy='all'`",
         choices=("none", "sign", "quantile", "frozen"),
         group="balance",
     )
@@ -163,67 +154,62 @@ class MoEConfig:
     )
     score_function: str = option(
         "softmax",
-        "gate values: 'softmax' of the logits, or 'sigmoid' of each (arXiv 2412.19437, equation "
-        "15), which losses and entropy divide by the sum",
+        "gate values: 'softmax' of the logits, or 'sigmoid' of each (arXiv 2412.19437)",
         choices=("softmax", "sigmoid"),
     )
     num_expert_groups: int = option(
         1,
-        "groups of neighbouring experts; a token chooses from its `top_groups` best ones "
-        "(arXiv 2412.19437, section 2.1.2). More than 1 needs `second_expert_policy='all'`",
+        "groups of neighbouring experts; a token chooses from its `top_groups` best (arXiv "
+        "2412.19437). More than 1 needs `second_expert_policy='all'`",
         at_least(1),
     )
     top_groups: int = option(
         1,
-        "groups that a token may choose from, with `num_expert_groups` > 1",
+        "groups that a token may choose from",
         at_least(1),
         needs=["num_expert_groups"],
     )
     group_score: str = option(
         "top2",
-        "score of a group: 'top2': sum of its two largest scores (DeepSeek-V3); 'max': its largest "
-        "(DeepSeek-V2, arXiv 2405.04434). Scores contain the load bias",
+        "score of a group: 'top2': sum of its two largest scores (DeepSeek-V3); 'max': its "
+        "largest (DeepSeek-V2, arXiv 2405.04434)",
         choices=("top2", "max"),
         needs=["num_expert_groups"],
     )
     drop_policy: str = option(
         "position",
-        "pairs that a full expert drops: 'position': the batch's last tokens; 'probability': the "
-        "smallest gate values; 'random': any in training, else by position",
+        "pairs that a full expert drops: 'position': the last tokens; 'probability': the smallest"
+        " gate values; 'random': any in training, else by position",
         choices=("position", "probability", "random"),
     )
     overflow_rerouting: int = option(
         0,
-        "further choices after the first K that a token may try if an expert is full",
+        "further choices that a token may try if an expert is full",
         at_least(0),
     )
-    route_scale: float = option(
-        1.0, "factor of the output weights, after their normalisation", above(0)
-    )
+    route_scale: float = option(1.0, "factor of the output weights, after normalisation", above(0))
     expert_output_masking: float = option(
         0.0,
-        "probability of leaving out an expert's output in training (NLLB's EOM, arXiv 2207.04672); "
-        "evaluation multiplies by the rest",
+        "probability of leaving out an expert's output in training (NLLB's EOM, arXiv 2207.04672)",
         _PROBABILITY,
         flag="--moe-eom",
     )
     final_output_masking: float = option(
         0.0,
-        "the same for the layer's whole output of a token (NLLB's FOM)",
+        "the same for a token's whole output (FOM)",
         _PROBABILITY,
         flag="--moe-fom",
     )
     local_drop: float = option(
         0.0,
-        "probability per training step of leaving out a layer's exchanges; the rank's own experts "
-        "then compute its tokens (gating dropout, arXiv 2205.14336)",
+        "probability that a training step leaves out the layer's exchanges; the rank's own "
+        "experts compute its tokens (arXiv 2205.14336)",
         _PROBABILITY,
         flag="--moe-local-drop",
     )
     null_experts: int = option(
         0,
-        "additional experts that compute nothing, so that a token may use fewer than K experts "
-        "(arXiv 2410.07348)",
+        "additional experts that compute nothing (arXiv 2410.07348)",
         at_least(0),
     )
     benchmark: bool = option(

@@ -23,22 +23,21 @@ class BudgetOptions:
 
     cmr_gate_loss_wt: float = option(
         0.0,
-        "weight of the distance between --cmr-gate-loss-p and the experts' mean share in "
-        "conditional routing (--moe-cmr)",
+        "weight of the distance between --cmr-gate-loss-p and the experts' mean share",
         at_least(0),
         group="balance",
         needs=["moe_cmr"],
     )
     cmr_gate_loss_p: float = option(
         1.0,
-        "share of the experts in conditional routing, 0..1",
+        "target share of the experts in conditional routing, 0..1",
         FRACTION,
         group="balance",
         needs=["cmr_gate_loss_wt"],
     )
     moe_cmr_xgpu: bool = option(
         False,
-        "the mean of that share is one over all ranks, not of each",
+        "take the mean of that share over all ranks",
         group="balance",
         needs=["cmr_gate_loss_wt"],
     )

@@ -20,14 +20,12 @@ class ConditionalRoutingOptions:
 
     moe_cmr: bool = option(
         False,
-        "conditional MoE routing (arXiv 2212.07571): a gate mixes the experts with a dense FFN; "
-        "see --cmr-gate-loss-wt",
+        "conditional MoE routing (arXiv 2212.07571): a gate mixes the experts with a dense FFN",
         group="routing",
     )
     cmr_gate_drop: float = option(
         0.0,
-        "dropout of that gate: dropped tokens use the dense FFN alone; the gate of others is "
-        "scaled up, beyond 1",
+        "dropout of that gate; dropped tokens use the dense FFN alone",
         Range(0, 1, high_open=True),
         group="routing",
         needs=["moe_cmr"],

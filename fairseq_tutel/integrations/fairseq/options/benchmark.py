@@ -15,20 +15,18 @@ class Benchmark:
 
     force_load: str = option(
         "",
-        "shares of the load in place of the gate's choices, with which training is worthless. `1` "
-        "is an even load. `3,1` repeats: every first expert has three times the pairs of every "
-        "second",
+        "shares of the load in place of the gate's choices, with which training is worthless. "
+        "`1`: even; `3,1`: every first expert has three times the pairs of every second",
     )
     simulate_world_size: int = option(
         0,
-        "simulate one rank of this many in one process: all-to-alls become local copies",
+        "one process computes one rank of this many; all-to-alls become local copies",
         at_least(0),
     )
     skip_exchange: bool = option(False, "if true, leave out the all-to-alls; the results are wrong")
     record_exchange_time: bool = option(
         False,
-        "if true, log the time of the forward all-to-alls (synchronises each layer: slow, no "
-        "overlap)",
+        "if true, log the time of the forward all-to-alls (slow: synchronises each layer)",
     )
 
     def __post_init__(self):

@@ -16,7 +16,7 @@ from ....config import PRESETS, ExchangeConfig, ExpertConfig, MoEConfig
 from ....config.options import NO_FLAG, SAME, alias_name, as_flag, flag_name, with_flags
 from ....moe import experts, routers  # noqa: F401  they register what the flags choose from
 
-AUTO = "'auto': tried and measured while training"
+AUTO = "'auto': measured while training"
 # frozen config -> group of its options in the help
 CONFIGS = {ExchangeConfig: "communication", MoEConfig: "routing", ExpertConfig: "size"}
 

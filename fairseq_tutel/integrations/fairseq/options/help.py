@@ -69,17 +69,15 @@ other commands, each with --help:
 _PAGE = """\
 # All options
 
-Every option that this package adds to fairseq, by topic. Search them by a word:
+Every option that this package adds to fairseq, by topic. Search them by a word or a flag, also one
+of Meta's branches:
 
 ```bash
 python -m fairseq_tutel options capacity
 ```
 
-If `MoELayer` in Python has another default, the table names both.
-`python -m fairseq_tutel options FLAG` says why a flag of Meta's branches has no effect, or what to
-give instead. Options that few trainings need are keys of another:
-`--moe-router-options gate_noise=0.1,eom=0.2`. Their former flags, such as `--moe-gate-noise 0.1`,
-work in this release. Options that contradict each other, and values out of range, are refused
+The table names the default of `MoELayer` in Python if it differs. Write the keys of an option as
+`--moe-router-options gate_noise=0.1,eom=0.2`. Contradictions and values out of range are refused
 before work starts.
 
 <!-- this page is what `python -m fairseq_tutel table` prints -->
@@ -136,6 +134,7 @@ def _keys(bundle: str) -> Iterator[str]:
     own = every_option()
     for key, name in keys_of(bundle).items():
         default, text = _default_and_text(own[name])
+        text = re.sub(r"^--moe-[\w-]+ \w+: ", "", text)  # the key has the implementation's name
         yield f"`{key}`{_choices(own[name])} ({default}): {text}"
 
 

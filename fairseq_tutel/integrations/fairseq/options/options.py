@@ -54,13 +54,12 @@ class MoEOptions(
 
     moe_lora_rank: int = _size(
         0,
-        "> 0: train only low-rank updates of this rank of the experts' weights (LoRA), as with "
-        "--finetune-from-model",
+        "> 0: train only low-rank updates of this rank (LoRA) of the experts' weights",
         at_least(0),
     )
     moe_lora_alpha: float = _size(
         16.0,
-        "with --moe-lora-rank: factor of the updates, divided by the rank",
+        "factor of the LoRA updates, divided by the rank",
         above(0),
         needs=["moe_lora_rank"],
     )
@@ -71,7 +70,7 @@ class MoEOptions(
     )
     moe_expert_count: int = _size(
         0,
-        "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
+        "experts per MoE layer over all ranks (default: the number of ranks)",
         at_least(0),
     )
     moe_expert_network_options: Optional[str] = _bundle(_size, "moe_expert_network_options")
@@ -80,7 +79,7 @@ class MoEOptions(
     )
     moe_expert_ffn_dim: Optional[int] = _size(
         None,
-        "hidden dimension of the experts (default: that of dense layers; Meta's code ignores it)",
+        "hidden dimension of the experts (default: that of dense layers)",
         at_least(1),
     )
 
@@ -102,8 +101,8 @@ class MoEOptions(
 
     moe_expert_parallel_size: int = _communication(
         0,
-        "neighbouring ranks that exchange tokens and together hold all experts; other groups hold "
-        "replicas (default: as many as ranks and experts allow)",
+        "neighbouring ranks that together hold all experts; other groups hold replicas (default: "
+        "as many as ranks and experts allow)",
         at_least(0),
     )
     moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = _communication(
@@ -115,38 +114,36 @@ class MoEOptions(
     moe_tune_options: Optional[str] = _bundle(_communication, "moe_tune_options")
     moe_tune_steps: int = _communication(
         5,
-        "steps of a trial for an 'auto' in round two; the first one is not measured. Round one "
-        "measures one step, and each later round twice as many as the one before",
+        "steps of a trial in round two, the first unmeasured; each later round has twice as many",
         at_least(2),
         needs=_AUTOS,
     )
     moe_tune_max_loss: float = _communication(
-        0.02, "share of the run's time that trials for an 'auto' may cost", FRACTION, needs=_AUTOS
+        0.02, "share of the run's time that trials may cost", FRACTION, needs=_AUTOS
     )
     moe_tune_file: Optional[str] = _communication(
         None,
-        "take the choices for an 'auto' from SAVE_DIR/exchange.json of another run and measure "
-        "nothing",
+        "SAVE_DIR/exchange.json of another run, with the choices for an 'auto'",
     )
 
     moe_benchmark: Optional[str] = _debugging(None, benchmark.HELP, const=benchmark.ALONE)
     num_workers_valid: int = _debugging(
         0,
-        "subprocesses that load validation data (with MoE models; --num-workers in training)",
+        "subprocesses that load validation data",
         at_least(0),
     )
     moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _debugging(
-        "auto", "operators of the MoE layers; 'auto': Triton kernels on GPUs, torch elsewhere"
+        "auto", "operators of MoE layers; 'auto': Triton kernels on GPUs, torch elsewhere"
     )
     moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = _debugging(
         "same",
-        "dtype of the experts' weights in evaluation, by --model-overrides (int8 runs on CPUs); of "
+        "dtype of the experts' weights in evaluation, by --model-overrides (int8: CPUs only); of "
         "frozen weights with --moe-lora-rank",
     )
     moe_map_experts: bool = _debugging(
         False,
-        "leave experts in the checkpoint's files in evaluation, by --model-overrides; each is read "
-        "when the first token reaches it",
+        "in evaluation, by --model-overrides: read each expert from the checkpoint's files when "
+        "the first token reaches it",
     )
     moe_load_log_interval: int = _debugging(
         0,
