@@ -31,9 +31,7 @@ class ExchangeConfig:
         alias="--moe-a2a",
         or_auto=True,
     )
-    ranks_per_node: int = option(
-        0, "ranks per node, for exchanges that know nodes; 0: detected", at_least(0)
-    )
+    ranks_per_node: int = option(0, "ranks per node, for 2dh; 0: detected", at_least(0))
     overlap_degree: int = option(
         1,
         "chunks (1, 2, 4 or 8) of an exchange; experts compute one while others travel",
@@ -58,14 +56,12 @@ class ExchangeConfig:
     )
     wire_compact: bool = option(
         False,
-        "with a training capacity, send and compute only the rows in use; the host waits for each"
-        " layer's counts",
+        "with a training capacity, send only the rows in use; the host waits for counts",
     )
     r: int = option(
         1,
-        "ranks that a token is sent to, of those with slices of its expert. 1: one, which gathers"
-        " the other slices; a divisor of the number of slices: each gathers and computes a part; "
-        "0: none, every rank gathers all experts",
+        "ranks that a token is sent to, of those with slices of its expert: 1, a divisor of the "
+        "number of slices, or 0 (none: weights travel)",
         at_least(0),
         flag="--moe-parallelism-r",
         or_auto=True,
@@ -73,19 +69,18 @@ class ExchangeConfig:
 
     balance_ranks: bool = option(
         False,
-        "without a capacity, let ranks with few rows compute rows of busy ranks, whose weights "
-        "travel to them for the step",
+        "without a capacity, let ranks with few rows compute rows of busy ranks",
     )
     balance_tolerance: float = option(
         1.05,
-        "rows of the busiest rank, as a multiple of the mean, that are left as they are",
+        "accepted rows of the busiest rank, over the mean",
         at_least(1),
         needs=["balance_ranks"],
     )
     balance_min_rows: int = option(
         0,
-        "rows that pay for moving an expert's weights; 0: measured, so that rounding differs "
-        "between runs",
+        "rows that pay for moving an expert's weights; 0: measured, so rounding differs between "
+        "runs",
         at_least(0),
         needs=["balance_ranks"],
     )

@@ -46,8 +46,8 @@ class ExpertConfig:
     )
     expert_compute: str = option(
         "same",
-        "precision of the experts' products in the forward pass: that of the rows, or fp8 (e4m3; "
-        "Hopper and newer, emulated on CPUs)",
+        "precision of the experts' products in the forward pass: 'same', or 'fp8' (e4m3; Hopper "
+        "and newer, emulated on CPUs)",
         choices=("same", "fp8"),
     )
     activation_memory: str = option(

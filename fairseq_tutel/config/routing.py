@@ -58,34 +58,34 @@ class MoEConfig:
     )
     second_expert_policy: str = option(
         "all",
-        "choices after the first: 'all': the next best; 'sampling': the best after Gumbel noise "
-        "on the logits; 'random': the next best, kept with probability K * its gate value "
-        "(GShard, arXiv 2006.16668). Evaluation takes the next best",
+        "choices after the first: 'all': the next best; 'sampling': the best after Gumbel noise; "
+        "'random': the next best, kept with probability K * its gate value (GShard, arXiv "
+        "2006.16668). Evaluation takes the next best",
         choices=("sampling", "all", "random"),
         flag_default=PRESETS["meta"]["second_expert_policy"],
     )
     normalize_before_dropping: bool = option(
         False,
-        "normalise the K gate values of a token before drops, not after",
+        "normalise gate values before drops, not after",
         flag="--moe-normalize-gate-prob-before-dropping",
     )
     unnormalized_weights: bool = option(
         False,
-        "weight outputs by the plain gate values (OLMoE, arXiv 2409.02060); K = 1 always does",
+        "weights are plain gate values (OLMoE, arXiv 2409.02060), as for K = 1",
     )
     batch_prioritized: bool = option(
         False,
-        "tokens with the highest gate values get capacity first (arXiv 2106.05974)",
+        "the highest gate values get capacity first (arXiv 2106.05974)",
         flag="--moe-batch-prioritized-routing",
     )
     use_pad_mask: bool = option(
         False,
-        "do not route padding: the model passes its mask to the layers",
+        "do not route padding",
         flag="--use-moe-pad-mask",
     )
     gating_fp32: bool = option(
         True,
-        "compute fp32 logits from inputs of any dtype",
+        "compute fp32 logits from any dtype",
         flag="--moe-gating-use-fp32",
         flag_default=None,
         note=" (default: on; off with --moe-gating-use-model-dtype)",
@@ -93,49 +93,45 @@ class MoEConfig:
     router: str = option("linear", "the gate", registry=ROUTERS, options="router_options")
     gate_noise: float = option(
         0.0,
-        "normal noise on the logits in training: standard deviation times number of experts",
+        "noise on the logits in training: standard deviation times experts",
         at_least(0),
     )
     input_jitter: float = option(
         0.0, "multiply the gate's input by uniform(1-j, 1+j) in training", _PROBABILITY
     )
-    input_dropout: float = option(0.0, "dropout on the layer's input before routing", _PROBABILITY)
+    input_dropout: float = option(0.0, "dropout before routing", _PROBABILITY)
     z_loss_weight: float = option(
         0.0,
-        "weight of the router z-loss, mean(logsumexp(logits)^2), in the gate loss (arXiv "
-        "2202.08906)",
+        "weight of the router z-loss in the gate loss (arXiv 2202.08906)",
         at_least(0),
         flag="--moe-z-loss-wt",
         group="balance",
     )
     load_importance_loss: bool = option(
         False,
-        "load and importance losses (arXiv 1701.06538) in place of the balance loss; needs "
-        "`gate_noise` > 0",
+        "load and importance losses (arXiv 1701.06538) instead; needs `gate_noise` > 0",
         group="balance",
         needs=["gate_noise"],
     )
     balance_scope: str = option(
         "rank",
-        "tokens that are balanced together: 'rank': a rank's batch; 'global': all ranks' (arXiv "
-        "2501.11873); 'update': all ranks' in the update so far; 'sequence': each sequence (arXiv"
-        " 2412.19437)",
+        "tokens that are balanced together: those of a 'rank', all ranks ('global', arXiv "
+        "2501.11873), all ranks in the 'update' so far, or a 'sequence' (arXiv 2412.19437)",
         choices=("rank", "global", "update", "sequence"),
         flag="--moe-gate-loss-scope",
         group="balance",
     )
     balance_choices: str = option(
         "first",
-        "choices that count: the 'first' (Meta's); 'all', divided by K",
+        "count the 'first' choices (Meta's), or 'all', divided by K",
         choices=("first", "all"),
         flag="--moe-gate-loss-choices",
         group="balance",
     )
     balance_over: str = option(
         "unpadded",
-        "tokens that balance loss and z-loss average over: 'unpadded'; 'all', padding included "
-        "(Meta's); 'longest': all, and zeros up to the longest rank (Meta's with --max-tokens; "
-        "default of transformer_moe)",
+        "average over 'unpadded' tokens, 'all' (Meta's), or 'longest': all, and zeros up to the "
+        "longest rank (Meta's with --max-tokens; default of transformer_moe)",
         choices=("unpadded", "all", "longest"),
         flag="--moe-gate-loss-over",
         flag_default="all",
@@ -144,8 +140,8 @@ class MoEConfig:
     load_bias: str = option(
         "none",
         "bias on the selection of experts, moved by their load: 'quantile': after each update by "
-        "as much as its tokens need (arXiv 2607.24653; recommended); 'sign': by `load_bias_rate` "
-        "(arXiv 2408.15664); 'frozen': never. K > 1 needs `second_expert_policy='all'`",
+        "as much as its tokens need (arXiv 2607.24653); 'sign': by `load_bias_rate` (arXiv "
+        "2408.15664); 'frozen': never. K > 1 needs `second_expert_policy='all'`",
         choices=("none", "sign", "quantile", "frozen"),
         group="balance",
     )
@@ -159,8 +155,8 @@ class MoEConfig:
     )
     num_expert_groups: int = option(
         1,
-        "groups of neighbouring experts; a token chooses from its `top_groups` best (arXiv "
-        "2412.19437). More than 1 needs `second_expert_policy='all'`",
+        "groups of neighbouring experts (arXiv 2412.19437). More than 1 needs "
+        "`second_expert_policy='all'`",
         at_least(1),
     )
     top_groups: int = option(
@@ -171,39 +167,39 @@ class MoEConfig:
     )
     group_score: str = option(
         "top2",
-        "score of a group: 'top2': sum of its two largest scores (DeepSeek-V3); 'max': its "
-        "largest (DeepSeek-V2, arXiv 2405.04434)",
+        "score of a group: 'top2': sum of its two largest (DeepSeek-V3); 'max': its largest "
+        "(DeepSeek-V2, arXiv 2405.04434)",
         choices=("top2", "max"),
         needs=["num_expert_groups"],
     )
     drop_policy: str = option(
         "position",
-        "pairs that a full expert drops: 'position': the last tokens; 'probability': the smallest"
-        " gate values; 'random': any in training, else by position",
+        "what a full expert drops: the last tokens ('position'), the smallest gate values "
+        "('probability'), or any pairs in training ('random')",
         choices=("position", "probability", "random"),
     )
     overflow_rerouting: int = option(
         0,
-        "further choices that a token may try if an expert is full",
+        "further experts that a token may try if one is full",
         at_least(0),
     )
-    route_scale: float = option(1.0, "factor of the output weights, after normalisation", above(0))
+    route_scale: float = option(1.0, "factor of the normalised output weights", above(0))
     expert_output_masking: float = option(
         0.0,
-        "probability of leaving out an expert's output in training (NLLB's EOM, arXiv 2207.04672)",
+        "probability of masking an expert's output in training (NLLB, arXiv 2207.04672)",
         _PROBABILITY,
         flag="--moe-eom",
     )
     final_output_masking: float = option(
         0.0,
-        "the same for a token's whole output (FOM)",
+        "the same for a token's whole output",
         _PROBABILITY,
         flag="--moe-fom",
     )
     local_drop: float = option(
         0.0,
-        "probability that a training step leaves out the layer's exchanges; the rank's own "
-        "experts compute its tokens (arXiv 2205.14336)",
+        "probability that a training step exchanges nothing; the rank's own experts compute its "
+        "tokens (arXiv 2205.14336)",
         _PROBABILITY,
         flag="--moe-local-drop",
     )

@@ -33,9 +33,6 @@ def test_values_of_the_announcement():
     # a benchmark run on 512 GPUs is one epoch of full batches
     needed = 512 * config.dataset.batch_size * config.optimization.max_update
     assert config.task.dataset_size >= needed
-    command = (CONFIGS.parent / "fairseq_tutel/launch/README.md").read_text()
-    assert f"--dataset-size {config.task.dataset_size} " in command
-    assert f"--save-interval {config.checkpoint.save_interval} " in command
 
 
 def test_hydra_train_runs_it_small(programs, tmp_path):

@@ -15,18 +15,18 @@ class Benchmark:
 
     force_load: str = option(
         "",
-        "shares of the load in place of the gate's choices, with which training is worthless. "
-        "`1`: even; `3,1`: every first expert has three times the pairs of every second",
+        "shares of the load in place of the gate's choices, with which training is worthless "
+        "(`1`: even; `3,1`: every first expert has three times the pairs of every second)",
     )
     simulate_world_size: int = option(
         0,
-        "one process computes one rank of this many; all-to-alls become local copies",
+        "compute one rank of this many in one process, with local copies for all-to-alls",
         at_least(0),
     )
     skip_exchange: bool = option(False, "if true, leave out the all-to-alls; the results are wrong")
     record_exchange_time: bool = option(
         False,
-        "if true, log the time of the forward all-to-alls (slow: synchronises each layer)",
+        "if true, log the time of the forward all-to-alls (slow)",
     )
 
     def __post_init__(self):

@@ -65,7 +65,7 @@ class MoEOptions(
     )
     moe_freq: int = _size(
         2,
-        "layer i (from 1) is an MoE layer if i is a multiple of this; 0: no MoE layers",
+        "every N-th layer is an MoE layer; 0: none",
         at_least(0),
     )
     moe_expert_count: int = _size(
@@ -87,8 +87,8 @@ class MoEOptions(
     moe_gate_loss_options: Optional[str] = _bundle(_balance, "moe_gate_loss_options")
     moe_preset: ChoiceEnum(tuple(PRESETS)) = _routing(
         "meta",
-        "values of options that are not given: 'meta': as Meta's code; 'balanced': dropless, with "
-        "a load bias and a small gate loss (recommended)",
+        "values of options that are not given: 'meta': as Meta's code; 'balanced': dropless, with"
+        " a load bias and a small gate loss (recommended)",
     )
     moe_top1_expert: bool = option(False, "former name of --moe-top-k 1")
     moe_gating_use_model_dtype: bool = _routing(
@@ -96,25 +96,25 @@ class MoEOptions(
     )
     moe_normalize_expert_grad: ChoiceEnum(EXPERT_GRAD_NORMALIZATIONS) = _routing(
         "world_size",
-        "divide expert gradients by the number of ranks (the true gradient) or by its square root",
+        "divide expert gradients by the number of ranks (true gradient) or its square root",
     )
 
     moe_expert_parallel_size: int = _communication(
         0,
-        "neighbouring ranks that together hold all experts; other groups hold replicas (default: "
-        "as many as ranks and experts allow)",
+        "neighbouring ranks that together hold all experts (default: as many as ranks and experts"
+        " allow)",
         at_least(0),
     )
     moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = _communication(
         "replicated",
-        "with fewer experts than ranks, a rank holds a whole expert, or a slice of its units",
+        "with fewer experts than ranks, a rank holds a whole expert or a slice",
     )
     moe_wire_options: Optional[str] = _bundle(_communication, "moe_wire_options")
     moe_balance_options: Optional[str] = _bundle(_communication, "moe_balance_options")
     moe_tune_options: Optional[str] = _bundle(_communication, "moe_tune_options")
     moe_tune_steps: int = _communication(
         5,
-        "steps of a trial in round two, the first unmeasured; each later round has twice as many",
+        "steps of a trial in round two; each later round has twice as many",
         at_least(2),
         needs=_AUTOS,
     )
@@ -137,24 +137,22 @@ class MoEOptions(
     )
     moe_expert_dtype: ChoiceEnum(EXPERT_DTYPES) = _debugging(
         "same",
-        "dtype of the experts' weights in evaluation, by --model-overrides (int8: CPUs only); of "
-        "frozen weights with --moe-lora-rank",
+        "dtype of experts in evaluation, by --model-overrides (int8: CPUs only); of frozen "
+        "weights with --moe-lora-rank",
     )
     moe_map_experts: bool = _debugging(
         False,
-        "in evaluation, by --model-overrides: read each expert from the checkpoint's files when "
-        "the first token reaches it",
+        "in evaluation, by --model-overrides: read experts from the checkpoint's files when needed",
     )
     moe_load_log_interval: int = _debugging(
         0,
-        "> 0: append load and utilisation of the experts to SAVE_DIR/expert_load.jsonl every N "
-        "updates",
+        "> 0: append the experts' load to SAVE_DIR/expert_load.jsonl every N updates",
         at_least(0),
     )
     moe_trace: Optional[str] = _debugging(
         None,
-        "folder: append the experts of every token to FOLDER/trace-rank-N.jsonl, in training and "
-        "validation; in evaluation by --model-overrides",
+        "folder for the experts of every token, in training and validation; in evaluation by "
+        "--model-overrides",
     )
     moe_trace_interval: int = _debugging(
         1, "in training, --moe-trace writes every N-th update", at_least(1), needs=["moe_trace"]
