@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @EXPERTS.register("ffn")
 class Experts(StackedExperts):
-    """fc2(dropout(activation(fc1(x)))), each with a bias, and dropout after it."""
+    """fc2(dropout(activation(fc1(x)))) with biases, then dropout."""
 
     layout = ffn_layout("fc1")
     fp8 = False  # the forward pass multiplies in e4m3

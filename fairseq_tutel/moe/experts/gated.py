@@ -25,7 +25,7 @@ class _GatedExperts(Experts):
 
     @dataclass(frozen=True)
     class Options(Options):
-        bias: bool = option(False, "the three projections have biases")
+        bias: bool = option(False, "the projections have biases")
 
     layout = ffn_layout("fc_gate", "fc1")
 

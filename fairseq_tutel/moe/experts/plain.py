@@ -23,7 +23,7 @@ class PlainExperts(StackedExperts):
 
     @dataclass(frozen=True)
     class Options(Options):
-        bias: bool = option(False, "the three projections have biases")
+        bias: bool = option(False, "the projections have biases")
 
     @classmethod
     def layout_for(cls, options: Any):
