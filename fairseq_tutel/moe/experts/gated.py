@@ -43,13 +43,13 @@ class _GatedExperts(Experts):
 
 @EXPERTS.register("swiglu")
 class SwiGLUExperts(_GatedExperts):
-    """fc2(silu(fc_gate(x)) * fc1(x)), as in Mixtral and DeepSeekMoE"""
+    """fc2(silu(fc_gate(x)) * fc1(x)) (Mixtral)"""
 
     gated_by = "swiglu"
 
 
 @EXPERTS.register("geglu")
 class GeGLUExperts(_GatedExperts):
-    """fc2(gelu(fc_gate(x)) * fc1(x)), with the exact (erf) gelu"""
+    """fc2(gelu(fc_gate(x)) * fc1(x)), exact gelu"""
 
     gated_by = "geglu"

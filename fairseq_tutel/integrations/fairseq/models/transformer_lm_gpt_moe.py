@@ -40,7 +40,7 @@ class TransformerLMGPTMoEConfig(MoEOptions, TransformerLanguageModelConfig):
         group="size",
     )
     use_stable_embedding: bool = option(
-        False, "layer-normalise the token embeddings (arXiv 2110.02861, section 2.3)", group="size"
+        False, "layer-normalise the token embeddings (arXiv 2110.02861)", group="size"
     )
 
 
