@@ -1,7 +1,8 @@
 """Experts of every token in a file: ``--moe-trace FOLDER``; :mod:`fairseq_tutel.picture` reads it.
 
-Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line about the model, then a line per forward
-pass, without padding. ``training/README.md`` lists their entries.
+Each rank appends to ``FOLDER/trace-rank-N.jsonl``: a line with dictionary and layers, then a line
+per forward pass, without padding: ``update``, ``mode``, ``tokens`` and ``lengths`` by stack, and
+``choices`` by MoE layer.
 """
 
 import os

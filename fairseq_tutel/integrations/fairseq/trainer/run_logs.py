@@ -1,6 +1,7 @@
 """Log files of a run beside its checkpoints: one JSON object per line, with its update.
 
-WATCHING.md lists files and entries. A run that resumes drops the lines of later updates, which it
+``expert_load.jsonl`` has ``layers`` (pairs per expert), ``ranks`` (rows that each received) and
+``utilisation``, by layer. A run that resumes drops the lines of later updates, which it
 makes again: the files equal those of a run that was never interrupted.
 """
 
