@@ -70,7 +70,7 @@ class ExpertConfig:
     )
     shared_expert_gate: bool = option(
         False,
-        "multiply its output by a sigmoid gate of the token (Qwen1.5-MoE)",
+        "multiply the shared expert's output by a sigmoid gate of the token (Qwen1.5-MoE)",
         needs=["shared_expert_dim"],
     )
     expert_options: Options | Mapping[str, Any] | None = option(

@@ -109,7 +109,8 @@ class MoEConfig:
     )
     load_importance_loss: bool = option(
         False,
-        "load and importance losses (arXiv 1701.06538) instead; needs `gate_noise` > 0",
+        "load and importance losses (arXiv 1701.06538) in place of the balance loss; needs "
+        "`gate_noise` > 0",
         group="balance",
         needs=["gate_noise"],
     )

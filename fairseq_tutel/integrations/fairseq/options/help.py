@@ -77,8 +77,7 @@ python -m fairseq_tutel options capacity
 ```
 
 The table names the default of `MoELayer` in Python if it differs. Write the keys of an option as
-`--moe-router-options gate_noise=0.1,eom=0.2`. Contradictions and values out of range are refused
-before work starts.
+`--moe-router-options gate_noise=0.1,eom=0.2`.
 
 <!-- this page is what `python -m fairseq_tutel table` prints -->
 
