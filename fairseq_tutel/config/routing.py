@@ -54,7 +54,7 @@ class MoEConfig:
         "capacity in evaluation as a fraction of the batch's tokens",
         Range(high=1),
         flag_default=None,
-        note="; <= 0: the training formula (default: not given; Meta's: 0.25)",
+        note="; <= 0: the training formula (default: not given; Meta's default is 0.25)",
     )
     second_expert_policy: str = option(
         "all",

@@ -69,8 +69,7 @@ other commands, each with --help:
 _PAGE = """\
 # All options
 
-Every option that this package adds to fairseq, by topic. Search them by a word, or by a flag: also
-one of Meta's branches that is refused, or accepted without effect:
+Every option that this package adds to fairseq, by topic. Search them by a word or a flag:
 
 ```bash
 python -m fairseq_tutel options capacity
@@ -179,11 +178,15 @@ def _has(words: Iterable[str], *texts: str) -> bool:
 
 
 def markdown() -> str:
-    """Return the page ``TABLE.md``."""
+    """Return the page ``TABLE.md``: the options, and Meta's flags without a meaning."""
     lines = []
     for title, fields in own_options().items():
         lines += [f"**{title}**", "", "| option | default | meaning |", "|---|---|---|"]
         for flag, default, text in rows(fields):
             lines.append(f"| `{flag}` | {default} | {text.replace(chr(10), '<br>')} |")
         lines.append("")
+    lines.append("**Flags of Meta's branches without a meaning here**")
+    for what, flags in _META_FLAGS.items():
+        names = ", ".join(f"`{flag}`" for flag in flags)
+        lines += ["", f"{what.capitalize()}: {names}."]
     return _PAGE + "\n".join([*lines, ""])

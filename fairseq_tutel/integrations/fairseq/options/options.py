@@ -70,7 +70,7 @@ class MoEOptions(
     )
     moe_expert_count: int = _size(
         0,
-        "experts per MoE layer over all ranks (default: the number of ranks)",
+        "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
         at_least(0),
     )
     moe_expert_network_options: Optional[str] = _bundle(_size, "moe_expert_network_options")
@@ -79,7 +79,7 @@ class MoEOptions(
     )
     moe_expert_ffn_dim: Optional[int] = _size(
         None,
-        "hidden dimension of the experts (default: that of dense layers)",
+        "hidden dimension of the experts (default: that of dense layers; Meta's code ignores it)",
         at_least(1),
     )
 
