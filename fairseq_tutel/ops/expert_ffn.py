@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends import GATES, _weights
+from ..backends import GATES
 from ..backends._network import Kept, Pending, Source
 from ..backends.torch.activation import acc_dtype
 from ._operator import check_indices, check_shape, empty_gradients, operator
@@ -382,7 +382,11 @@ def gathers_tokens(x_TM: Tensor, fc1_weight: Tensor) -> bool:
 
 def row_weights(topk_weight_TK: Tensor, src_pair_R: Tensor) -> Tensor:
     """Return the weight of the pair in each row, (R,) fp32 (fp64); 0 in unused rows."""
-    return _weights.row_weights(topk_weight_TK, src_pair_R, acc_dtype(topk_weight_TK.dtype))
+    dtype = acc_dtype(topk_weight_TK.dtype)
+    if topk_weight_TK.numel() == 0:
+        return topk_weight_TK.new_zeros(len(src_pair_R), dtype=dtype)
+    weight_R = topk_weight_TK.reshape(-1).index_select(0, src_pair_R.clamp(min=0).long())
+    return weight_R.to(dtype).masked_fill_(src_pair_R < 0, 0)
 
 
 def pair_values(value_R: Tensor, dest_row_TK: Tensor) -> Tensor:

@@ -286,6 +286,31 @@ def test_the_last_bias_of_lean_experts_costs_one_reading_of_the_gradients(ragged
 
 
 @pytest.mark.interpreted
+def test_lean_experts_gather_the_tokens_gradients_inside_of_their_products(inside):
+    """No kernel writes them in the order of the rows; the products read each token's once."""
+    kernels = importlib.import_module("fairseq_tutel.backends.triton")
+    e, T, K, M, F = 2, 48, 4, 512, 16
+    offsets = torch.tensor([T * K // 2, T * K], dtype=torch.int32)
+    dest_row, pair = (torch.arange(T * K, dtype=torch.int32).view(s) for s in ((T, K), (-1,)))
+
+    def empty(*sizes):
+        return torch.zeros(sizes, dtype=torch.bfloat16)
+
+    dy, x = (ops.Source(empty(T, M), offsets, dest_row, pair) for _ in range(2))
+    given = dy, x, torch.ones(T * K), Kept(empty(T * K, 2 * F), empty(0, F))
+    params = empty(e, 2 * F, M), None, empty(e, M, F), None
+    with inside:
+        *_, found = kernels.network_bwd(*given, params, activation="swiglu", at_once=True)
+    names = [name for name, _ in inside.launches()]
+    assert "_token_to_rows_kernel" not in names and "_rows_product_kernel" in names, names
+    assert [d.shape for d in found[::2]] == [w.shape for w in params[::2]]
+    assert all(d.is_contiguous() for d in found[::2])
+    moved = sum(count for _, count in inside.launches())
+    # of R x M numbers only the rows' gradients are written
+    assert moved < 4 * T * K * M * 2, inside.launches()
+
+
+@pytest.mark.interpreted
 def test_rounding_to_fp8_reads_and_writes_each_number_once(inside):
     """Bytes of one launch: torch's operations move 31 per number."""
     kernels = importlib.import_module("fairseq_tutel.backends.triton")

@@ -124,6 +124,7 @@ def _weight_gradient_kernel(
     source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ptr holds the rows
     offsets_ptr,  # (e,) int32 end row of each expert
     TOP_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # the output is (e, B, A)
     A: tl.constexpr,
     B: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -160,8 +161,10 @@ def _weight_gradient_kernel(
         )
         acc = _dot(d, rows, acc, PRECISION, UPCAST)
     out = acc.to(out_ptr.dtype.element_ty)
-    offs = expert * A * B + offs_a[:, None] * B + offs_b[None, :]
-    tl.store(out_ptr + offs, out, mask=mask_a[:, None] & mask_b[None, :])
+    offs = offs_a[:, None] * B + offs_b[None, :]
+    if TRANSPOSED:
+        offs = offs_b[None, :] * A + offs_a[:, None]
+    tl.store(out_ptr + expert * A * B + offs, out, mask=mask_a[:, None] & mask_b[None, :])
 
 
 @triton.jit
@@ -186,21 +189,8 @@ def _clear_unused_kernel(
             tl.store(gradient_ptr + expert * AB + offs, zeros, mask=offs < AB)
 
 
-def _grouped_mm_is_fused(*tensors: Tensor) -> bool:
-    """Return whether ``grouped_mm`` is one kernel that can read the tensors."""
-    if not _HAS_GROUPED_MM or tensors[0].dtype != torch.bfloat16:
-        return False
-    return has_tma(tensors[0].device) and describable(*tensors)
-
-
-def _tma_is_tried(few_rows: bool, source: Source | None, *tensors: Tensor) -> bool:
-    """Return whether the kernels with TMA loads may be the fastest.
-
-    They do not compete with ``grouped_mm`` on many rows, which it cannot gather.
-    """
-    dtype, alone = tensors[0].dtype, source is not None
-    if dtype != torch.float16 and not (dtype == torch.bfloat16 and (few_rows or alone)):
-        return False
+def _reads_by_tma(*tensors: Tensor) -> bool:
+    """Return whether kernels with TMA loads, also that of ``grouped_mm``, can read the tensors."""
     return has_tma(tensors[0].device) and describable(*tensors)
 
 
@@ -211,9 +201,15 @@ def _candidates(
     tma: list[Callable[[], Tensor]],
     torchs: Callable[[], Tensor],
 ) -> list[Callable[[], Tensor]]:
-    """Return the implementations that compete. torch's cannot gather and writes the rows first."""
-    mine = tma if _tma_is_tried(few_rows, source, *tensors) else []
-    theirs = [torchs] if _grouped_mm_is_fused(*tensors) else []
+    """Return the implementations that compete. torch's cannot gather and writes the rows first.
+
+    It is one kernel for bf16 alone, where mine compete on few rows, or on rows to gather.
+    """
+    half, brain = (tensors[0].dtype == each for each in (torch.float16, torch.bfloat16))
+    if not ((half or brain) and _reads_by_tma(*tensors)):
+        return []
+    mine = tma if half or few_rows or source is not None else []
+    theirs = [torchs] if brain and _HAS_GROUPED_MM else []
     return [*theirs, *mine] if source is None else [*mine, *theirs]
 
 
@@ -244,7 +240,7 @@ def _precision(dtype: torch.dtype) -> dict:
 
 
 def rows_product(
-    rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor, source: Source | None = None
+    rows_RA: Tensor, weight_eAB: Tensor, offsets: Tensor | None, source: Source | None = None
 ) -> Tensor:
     """Return ``rows[begin_x : end_x] @ weight[x]`` for every expert x, (R, B).
 
@@ -253,9 +249,11 @@ def rows_product(
     Args:
         rows_RA: (R, A), fp32, fp16 or bf16; with ``source`` the tokens, (T, A).
         weight_eAB: (e, A, B) of the same dtype, with any strides.
-        offsets: (e,) int32, ascending: the end row of each expert.
+        offsets: (e,) int32, ascending: the end row of each expert. None: rows are (e, N, A).
         source: where rows are among the tokens (default None: ``rows_RA`` holds the rows).
     """
+    if offsets is None:
+        return torch.bmm(rows_RA, weight_eAB)
     (num_rows, A), (e, _, B), device = rows_RA.shape, weight_eAB.shape, rows_RA.device
     rows_RA = checked("rows", rows_RA, (num_rows, A), FLOAT_DTYPES, device)
     check_tensor("weight", weight_eAB, (e, A, B), (rows_RA.dtype,), device)
@@ -286,85 +284,66 @@ def _rows_product(
     """Compute :func:`rows_product` with the kernel for every GPU and dtype."""
     (e, A, B), R = weight_eAB.shape, len(rows_RA) if source is None else len(source.pair_R)
     out_RB = rows_RA.new_empty((R, B))
-    stride_e, stride_a, stride_b = weight_eAB.stride()
 
     def grid(meta: dict) -> tuple[int]:
         # an upper bound: every expert, and the tail, may leave its last tile part empty
         return ((R // meta["BLOCK_R"] + e + 1) * cdiv(B, meta["BLOCK_C"]),)
 
+    tensors = {"out_ptr": out_RB, "rows_ptr": rows_RA, "matrix_ptr": weight_eAB}
+    sizes = {"num_rows": R, "e": e, "A": A, "B": B, "BLOCK_EXPERTS": next_power_of_2(e + 1)}
+    sizes |= zip(("stride_e", "stride_a", "stride_b"), weight_eAB.stride(), strict=True)
+    given = {**tensors, "offsets_ptr": offsets, **sizes, **_precision(rows_RA.dtype)}
     with device_guard(rows_RA):
-        launch(
-            _rows_product_kernel,
-            grid,
-            R,
-            rows_RA.dtype,
-            out_ptr=out_RB,
-            rows_ptr=rows_RA,
-            matrix_ptr=weight_eAB,
-            offsets_ptr=offsets,
-            num_rows=R,
-            stride_e=stride_e,
-            stride_a=stride_a,
-            stride_b=stride_b,
-            e=e,
-            A=A,
-            B=B,
-            BLOCK_EXPERTS=next_power_of_2(e + 1),
-            **_source_arguments(source),
-            **_precision(rows_RA.dtype),
-        )
+        launch(_rows_product_kernel, grid, R, rows_RA.dtype, **given, **_source_arguments(source))
     return out_RB
 
 
 def weight_gradient(
-    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None = None
+    d_RA: Tensor,
+    rows_RB: Tensor,
+    offsets: Tensor | None,
+    source: Source | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """Return ``d[begin_x : end_x].T @ rows[begin_x : end_x]`` for every expert x, (e, A, B).
 
     An expert without rows has a gradient of zeros. ``offsets`` and ``source``, of ``rows_RB``, are
-    those of :func:`rows_product`.
+    those of :func:`rows_product`. ``transposed`` returns the transposes, (e, B, A).
     """
+    if offsets is None:
+        return torch.bmm(d_RA.transpose(1, 2), rows_RB)
     (R, A), B, e, device = d_RA.shape, rows_RB.shape[1], offsets.shape[0], d_RA.device
     d_RA = checked("d", d_RA, (R, A), FLOAT_DTYPES, device)
     num_rows = R if source is None else len(rows_RB)
     rows_RB = checked("rows", rows_RB, (num_rows, B), (d_RA.dtype,), device)
     offsets = checked("offsets", offsets, (e,), INT32, device)
     source = checked_source(source, device)
+    shape = (e, B, A) if transposed else (e, A, B)
     if R == 0:
-        return d_RA.new_zeros((e, A, B))
+        return d_RA.new_zeros(shape)
     few_rows = R / max(e, 1) <= FEW_ROWS
     given = d_RA, rows_RB, offsets, source
     # few rows are a short sum and not a small tile
     tiles = tma_tiles(gathers_sum=source is not None)
-    tma = [partial(weight_gradient_tma, *given, tile) for tile in tiles]
-    torchs = partial(_grouped_mm_gradient, *given)
+    tma = [partial(weight_gradient_tma, *given, tile, transposed) for tile in tiles]
+    torchs = partial(_grouped_mm_gradient, *given, transposed)
     candidates = _candidates(few_rows, source, given[:2], tma, torchs)
     if candidates:
-        key = "gradient", few_rows, source is None, d_RA.dtype, A, B
+        key = "gradient", few_rows, source is None, transposed, d_RA.dtype, A, B
         with device_guard(d_RA):
             return fastest(key, few_rows or R >= TUNE_ROWS, candidates)
-    out_eAB = d_RA.new_empty((e, A, B))
+    out = d_RA.new_empty(shape)
 
     def grid(meta: dict) -> tuple[int, int, int]:
         return cdiv(B, meta["BLOCK_C"]), cdiv(A, meta["BLOCK_R"]), e
 
-    if out_eAB.numel() > 0:
+    if out.numel() > 0:
+        tensors = {"out_ptr": out, "d_ptr": d_RA, "rows_ptr": rows_RB, "offsets_ptr": offsets}
+        sizes = {"TRANSPOSED": transposed, "A": A, "B": B, **_precision(d_RA.dtype)}
         with device_guard(d_RA):
-            launch(
-                _weight_gradient_kernel,
-                grid,
-                R,
-                d_RA.dtype,
-                out_ptr=out_eAB,
-                d_ptr=d_RA,
-                rows_ptr=rows_RB,
-                offsets_ptr=offsets,
-                A=A,
-                B=B,
-                **_source_arguments(source),
-                **_precision(d_RA.dtype),
-            )
-    return out_eAB
+            given = {**tensors, **sizes, **_source_arguments(source)}
+            launch(_weight_gradient_kernel, grid, R, d_RA.dtype, **given)
+    return out
 
 
 def _written(rows: Tensor, source: Source | None) -> Tensor:
@@ -379,11 +358,13 @@ def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, source: Source | 
 
 
 def _grouped_mm_gradient(
-    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None
+    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None, transposed: bool = False
 ) -> Tensor:
     """Compute :func:`weight_gradient` with torch's kernel."""
-    rows_RB = _written(rows_RB, source)
-    out_eAB = torch.nn.functional.grouped_mm(d_RA.t(), rows_RB, offs=offsets)
+    first, second = d_RA, _written(rows_RB, source)
+    if transposed:
+        first, second = second, first
+    out_eAB = torch.nn.functional.grouped_mm(first.t(), second, offs=offsets)
     if _grouped_mm_skips_unused(d_RA):
         _clear_unused(out_eAB, offsets)
     return out_eAB

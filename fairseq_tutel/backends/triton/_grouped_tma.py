@@ -176,6 +176,7 @@ def _weight_gradient_tma_kernel(
     source_ptr,  # (R,) int32 pair in each row, -1 = unused; None: rows_ref holds the rows
     offsets_ptr,  # (e,) int32 end row of each expert
     TOP_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # the output is (e, B, A)
     e,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -216,9 +217,11 @@ def _weight_gradient_tma_kernel(
             acc = _dot_tma(d.T, rows, acc, UPCAST)
         offs_a = row * BLOCK_R + tl.arange(0, BLOCK_R)
         offs_b = column * BLOCK_C + tl.arange(0, BLOCK_C)
-        offs = (expert * A + offs_a[:, None]) * B + offs_b[None, :]
+        offs = offs_a[:, None] * B + offs_b[None, :]
+        if TRANSPOSED:
+            offs = offs_b[None, :] * A + offs_a[:, None]
         mask = (offs_a < A)[:, None] & (offs_b < B)[None, :]
-        tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + expert * A * B + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def describable(*tensors: Tensor) -> bool:
@@ -247,9 +250,11 @@ def _programs(device: torch.device, tile: TMATile) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * tile.per_sm
 
 
-def _options(tile: TMATile, dtype: torch.dtype) -> dict[str, object]:
-    upcast = INTERPRET and dtype == torch.bfloat16
-    return {"UPCAST": upcast, "GROUP": _GROUP, **tile.sizes()}
+def _options(
+    tile: TMATile, dtype: torch.dtype, source: Source | None, **sizes: int
+) -> dict[str, object]:
+    upcast, top_k = INTERPRET and dtype == torch.bfloat16, source.top_k if source else 1
+    return {"UPCAST": upcast, "GROUP": _GROUP, "TOP_K": top_k, **sizes, **tile.sizes()}
 
 
 def rows_product_tma(
@@ -267,43 +272,31 @@ def rows_product_tma(
             given = TensorDescriptor.from_tensor(rows_RA, [tile.block_r, tile.block_d]), None
         else:
             given = rows_RA, source.pair_R
-        _rows_product_tma_kernel[(_programs(rows_RA.device, tile),)](
-            out_RB,
-            *given,
-            TensorDescriptor.from_tensor(stored, [1, *block]),
-            offsets,
-            R,
-            TOP_K=1 if source is None else source.top_k,
-            TRANSPOSED=transposed,
-            e=e,
-            A=A,
-            B=B,
-            BLOCK_EXPERTS=next_power_of_2(e + 1),
-            **_options(tile, rows_RA.dtype),
-        )
+        weight_desc = TensorDescriptor.from_tensor(stored, [1, *block])
+        options = _options(tile, rows_RA.dtype, source, e=e, A=A, B=B, TRANSPOSED=transposed)
+        options["BLOCK_EXPERTS"], programs = next_power_of_2(e + 1), _programs(rows_RA.device, tile)
+        _rows_product_tma_kernel[(programs,)](out_RB, *given, weight_desc, offsets, R, **options)
     return out_RB
 
 
 def weight_gradient_tma(
-    d_RA: Tensor, rows_RB: Tensor, offsets: Tensor, source: Source | None, tile: TMATile
+    d_RA: Tensor,
+    rows_RB: Tensor,
+    offsets: Tensor,
+    source: Source | None,
+    tile: TMATile,
+    transposed: bool = False,
 ) -> Tensor:
     """Compute ``_grouped.weight_gradient`` for :func:`describable` halves, one row or more."""
     A, B, e = d_RA.shape[1], rows_RB.shape[1], offsets.shape[0]
-    out_eAB = d_RA.new_empty((e, A, B))
+    out = d_RA.new_empty((e, B, A) if transposed else (e, A, B))
     with device_guard(d_RA):
         if source is None:
             given = create_ragged_descriptor(rows_RB, [tile.block_d, tile.block_c]), None
         else:
             given = rows_RB, source.pair_R
-        _weight_gradient_tma_kernel[(_programs(d_RA.device, tile),)](
-            out_eAB,
-            create_ragged_descriptor(d_RA, [tile.block_d, tile.block_r]),
-            *given,
-            offsets,
-            TOP_K=1 if source is None else source.top_k,
-            e=e,
-            A=A,
-            B=B,
-            **_options(tile, d_RA.dtype),
-        )
-    return out_eAB
+        d_desc = create_ragged_descriptor(d_RA, [tile.block_d, tile.block_r])
+        options = _options(tile, d_RA.dtype, source, e=e, A=A, B=B, TRANSPOSED=transposed)
+        programs = _programs(d_RA.device, tile)
+        _weight_gradient_tma_kernel[(programs,)](out, d_desc, *given, offsets, **options)
+    return out

@@ -29,12 +29,8 @@ from ._autotune import ADAM_BLOCK, ADAM_BLOCKS, ADAM_PROGRAMS
 from ._runtime import FLOAT_DTYPES, FP32, check_tensor, checked, device_guard
 from ._sizes import cdiv, next_power_of_2
 
-_TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+_FLOATS = "float64", "float32", "float16", "bfloat16"
+_TYPES = {getattr(torch, name): getattr(tl, name) for name in _FLOATS}
 
 
 @triton.jit
@@ -263,9 +259,7 @@ class _State(NamedTuple):
             check_tensor(f"{name}_scale", scale, shape[:1] if scale.dim() else (), FP32, device)
         for name in ("param", "exp_avg", "exp_avg_sq"):
             if not getattr(self, name).is_contiguous():
-                raise ValueError(
-                    f"{name} of shape {shape} must be contiguous: it is updated in place"
-                )
+                raise ValueError(f"{name} {shape} must be contiguous: it is updated in place")
         return self._replace(grad=grad)
 
     @property
@@ -357,11 +351,7 @@ def _numbers(
 ) -> tuple[float, ...]:
     """Return the numbers of a step, from ``step_size`` to ``eps``, in the order of the kernels."""
     step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-    return step_size, lr * weight_decay, *_betas(beta1, beta2), eps
-
-
-def _betas(beta1: float, beta2: float) -> tuple[float, ...]:
-    return beta1, beta2, 1 - beta1, 1 - beta2
+    return step_size, lr * weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, eps
 
 
 def _max_bits(state: _State, beta1: float, beta2: float, grad_multiplier: Tensor) -> Tensor:
@@ -376,7 +366,7 @@ def _max_bits(state: _State, beta1: float, beta2: float, grad_multiplier: Tensor
             *state[1:],
             grad_multiplier,
             elements,
-            *_betas(beta1, beta2),
+            *(beta1, beta2, 1 - beta1, 1 - beta2),
             BLOCK=ADAM_BLOCK,
             num_warps=8,
         )

@@ -21,7 +21,7 @@ from ._runtime import checked
 from ._sizes import cdiv, next_power_of_2
 from .activation import bias_act_bwd, bias_act_fwd
 from .dispatch import dispatch_fwd
-from .fp8 import quantize_rows
+from .wire import quantize_rows
 
 
 def network_fwd(
@@ -74,18 +74,21 @@ def network_bwd(
     middle, last = elementwise(source.offsets, **options)
     offsets = source.offsets
     rows, gathered = _rows(source, len(fc2_weight), fp8)
-    dy = _dispatched(d_out, len(fc2_weight))
+    d_weight_R, d_b2 = None, d_out.values.new_empty(0)
+    drops = last["dropout_p"] > 0  # if not, fc2's output has the gradient dy itself
+    # what reads dy beside the products needs its rows
+    reads_dy = drops or fc2_bias is not None or not at_once
+    dy, from_tokens = _rows(d_out, len(fc2_weight), reads_dy)
     if len(kept.hidden):
-        hidden = kept.hidden.view(*dy.shape[:-1], fc1_weight.shape[1])
+        shape = dy.shape[:-1] if offsets is None else (source.num_rows,)
+        hidden = kept.hidden.view(*shape, fc1_weight.shape[1])
     else:
         hidden = linear(rows, fc1_weight, offsets, gathered, fp8)
-    d_weight_R, d_b2 = None, dy.new_empty(0)
-    drops = last["dropout_p"] > 0  # if not, fc2's output has the gradient dy itself
     if drops or (needs_params and fc2_bias is not None and weight_R is None):
         bias = fc2_bias if weight_R is None else None
         d_linear, d_b2 = bias_act_bwd(dy, None, bias, needs_h=drops, **last)
         dy = d_linear if drops else dy
-    d_active = product(dy, fc2_weight, offsets)
+    d_active = rows_product(dy, fc2_weight, offsets, from_tokens)
     if weight_R is None:
         # not in place, which would save R x F numbers: a kernel that is tuned runs several times on
         # what it is given, so that the tuner would have to keep a copy of just that size
@@ -99,7 +102,7 @@ def network_bwd(
             plain = {**last, "dropout_p": 0.0, "seed": None}
             _, d_b2, _, dot = weighted_act_bwd(dy, None, fc2_bias, weight_R, **plain)
             d_weight_R = d_weight_R + dot
-    d_rows = product(d_hidden, fc1_weight, offsets) if needs_rows else dy.new_empty(0)
+    d_rows = rows_product(d_hidden, fc1_weight, offsets) if needs_rows else dy.new_empty(0)
     active = active.view(-1, active.shape[-1])
     read = source if gathered else Source(rows, offsets)
     pending = Pending(dy, d_hidden, read, active, d_b1, d_b2)
@@ -108,7 +111,7 @@ def network_bwd(
     if not needs_params:
         none = dy.new_empty(0)
         return d_rows, d_weight_R, (none, none, none, none)
-    d_w1, d_w2 = _weight_gradients(pending)
+    d_w1, d_w2 = _weight_gradients(pending, from_tokens)
     return d_rows, d_weight_R, (d_w1, d_b1, d_w2, d_b2)
 
 
@@ -130,23 +133,27 @@ def network_bwd_params(
         ends_De = torch.stack([source.offsets for source in sources])
         count_De = ends_De.diff(dim=1, prepend=torch.zeros_like(ends_De[:, :1]))
         ends = count_De.sum(0).cumsum(0, dtype=torch.int32)
-        order = _expert_order(count_De, sum(source.num_rows for source in sources))
+        if ends.numel() > 1:  # else the rows lie together
+            expert = torch.arange(ends.numel(), device=ends.device).repeat(len(chunks))
+            total = sum(source.num_rows for source in sources)
+            order = expert.repeat_interleave(count_De.flatten(), output_size=total)
+            order = order.argsort(stable=True)
 
     def joined(parts):
         whole = torch.cat(parts, 1 if ends is None else 0)
         return whole if order is None else whole.index_select(0, order)
 
-    d_w2 = _weight_gradient(joined(d_outs), joined(actives), ends)
+    d_w2 = weight_gradient(joined(d_outs), joined(actives), ends)
     rows = [source.values for source in sources]
-    return _weight_gradient(joined(d_hiddens), joined(rows), ends), d_w2
+    return weight_gradient(joined(d_hiddens), joined(rows), ends), d_w2
 
 
-def _rows(source: Source, experts: int, fp8: bool) -> tuple[Tensor, Gathered | None]:
+def _rows(source: Source, experts: int, written: bool) -> tuple[Tensor, Gathered | None]:
     """Return the rows, or the tokens and how the products of ragged rows gather them.
 
-    Products in fp8 do not gather.
+    Products in fp8 need rows that are ``written``.
     """
-    gathered = None if fp8 else _gathered(source)
+    gathered = None if written else _gathered(source)
     return (_dispatched(source, experts) if gathered is None else source.values), gathered
 
 
@@ -164,12 +171,18 @@ def _dispatched(source: Source, experts: int) -> Tensor:
     return rows if source.offsets is not None else rows.view(experts, -1, rows.shape[-1])
 
 
-def _weight_gradients(chunk: Pending) -> tuple[Tensor, Tensor]:
-    """Return the gradients of fc1's and fc2's weights from those of their outputs."""
+def _weight_gradients(chunk: Pending, from_tokens: Gathered | None = None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of fc1's and fc2's weights from those of their outputs.
+
+    ``from_tokens`` gathers those of fc2's; products gather their second operand only.
+    """
     offsets, gathered = chunk.rows.offsets, _gathered(chunk.rows)
     active = chunk.active.view(*chunk.d_hidden.shape[:-1], chunk.active.shape[-1])
-    d_w2 = _weight_gradient(chunk.d_out, active, offsets)
-    return _weight_gradient(chunk.d_hidden, chunk.rows.values, offsets, gathered), d_w2
+    if from_tokens is None:
+        d_w2 = weight_gradient(chunk.d_out, active, offsets)
+    else:
+        d_w2 = weight_gradient(active, chunk.d_out, offsets, from_tokens, transposed=True)
+    return weight_gradient(chunk.d_hidden, chunk.rows.values, offsets, gathered), d_w2
 
 
 def linear(
@@ -182,16 +195,7 @@ def linear(
     """Return ``rows @ weight.T`` of each expert; with a ``source`` the rows are tokens."""
     if fp8:
         return _fp8_product(rows, weight_eBA, offsets)
-    return product(rows, weight_eBA.transpose(1, 2), offsets, source)
-
-
-def product(
-    rows: Tensor, weight: Tensor, offsets: Tensor | None, source: Gathered | None = None
-) -> Tensor:
-    """Return ``rows @ weight`` of each expert; with a ``source`` the rows are tokens."""
-    if offsets is None:
-        return torch.bmm(rows, weight)
-    return rows_product(rows, weight, offsets, source)
+    return rows_product(rows, weight_eBA.transpose(1, 2), offsets, source)
 
 
 def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Tensor:
@@ -205,20 +209,12 @@ def _fp8_product(rows: Tensor, weight_eBA: Tensor, offsets: Tensor | None) -> Te
     (a, scale_a), (b, scale_b) = quantize_rows(rows), quantize_rows(weight_eBA)
     if not (rows.is_cuda and hasattr(torch.nn.functional, "scaled_grouped_mm")):
         a, b = (restored_rows(*x, rows.dtype) for x in ((a, scale_a), (b, scale_b)))
-        return product(a, b.transpose(1, 2), offsets)
+        return rows_product(a, b.transpose(1, 2), offsets)
     rowwise = torch.nn.functional.ScalingType.RowWise
     out = torch.nn.functional.scaled_grouped_mm(
         a, b.transpose(1, 2), scale_a, rowwise, scale_b, rowwise, offs=offsets
     )
     return out.to(rows.dtype)
-
-
-def _weight_gradient(
-    d: Tensor, rows: Tensor, offsets: Tensor | None, source: Gathered | None = None
-) -> Tensor:
-    if offsets is None:
-        return torch.bmm(d.transpose(1, 2), rows)
-    return weight_gradient(d, rows, offsets, source)
 
 
 def elementwise(
@@ -259,12 +255,3 @@ def weighted_act_bwd(
     given = {"needs_h": h is not None, "weighted": (active, dot, weight_R)}
     found = bias_act_bwd(dy, h, bias, **given, **options)
     return *found, active, dot.sum(1)
-
-
-def _expert_order(count_De: Tensor, num_rows: int) -> Tensor | None:
-    """Return the order of the chunks' rows by expert; None for one expert."""
-    chunks, experts = count_De.shape
-    if experts == 1:
-        return None
-    expert = torch.arange(experts, device=count_De.device).repeat(chunks)
-    return expert.repeat_interleave(count_De.flatten(), output_size=num_rows).argsort(stable=True)

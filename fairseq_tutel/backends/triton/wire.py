@@ -1,5 +1,7 @@
 """Rows as bytes for the wire, and back, in one launch each; formats: ``config/formats.py``.
 
+Rows of fp8 products have one scale each, too.
+
 The 8-bit formats are made of integer operations, so that every GPU makes the same bytes, also one
 without instructions for them.
 """
@@ -17,15 +19,18 @@ from ...config.formats import (
     WireFormat,
     num_blocks,
 )
-from ._autotune import WIRE_ROWS
+from .._fp8 import FP8
+from ._autotune import FP8_BLOCK, WIRE_ROWS
 from ._runtime import FLOAT_DTYPES, check_tensor, checked, device_guard
-from ._sizes import cdiv
+from ._sizes import cdiv, next_power_of_2
 
 _DYNAMIC = ["num_rows"]
 _CARRY = tl.constexpr(CARRY_ABOVE_7_4)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
-INFINITY_BITS = tl.constexpr(0x7F800000)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
 _FP16_MAX = tl.constexpr(torch.finfo(torch.float16).max)
+_E4M3_MAX = tl.constexpr(torch.finfo(FP8).max)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
@@ -100,10 +105,10 @@ def _encode_rows_kernel(
         x = tl.load(rows_ptr + offs_n[:, None] * M + offs_m[None, :], mask=mask, other=0.0)
         x = x.to(tl.float32)
         offs_value = offs_n[:, None] * stride_value + offs_m[None, :]
-        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY_BITS
+        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < _INFINITY_BITS
         if SCALED:
             bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-            usable = bits < INFINITY_BITS
+            usable = bits < _INFINITY_BITS
             byte = tl.maximum(((bits + _CARRY) >> 23) - EXPONENT, 1)
             inverse = tl.where(usable, (254 - byte) << 23, 0).to(tl.float32, bitcast=True)
             byte = tl.where(usable, byte, _NOT_FINITE)
@@ -175,6 +180,35 @@ def _decode_rows_kernel(
         tl.store(rows_ptr + offs_n[:, None] * M + offs_m[None, :], row, mask=mask)
 
 
+@triton.jit
+def _quantize_rows_kernel(
+    value_ptr,  # (R, A) uint8 - output, e4m3
+    scale_ptr,  # (R,) fp32 - output
+    rows_ptr,  # (R, A) float
+    A: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R,): a program finds its row, which it reads again, in the cache.
+
+    Example: row [896, -6, 1] -> values [0x7E, 0xC4, 0x30], scale 2.
+    """
+    row = tl.program_id(0).to(tl.int64) * A
+    largest = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, A, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.load(rows_ptr + row + offs, mask=offs < A, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(largest, axis=0)
+    scale = tl.maximum(bits.to(tl.float32, bitcast=True) / _E4M3_MAX, _TINY)
+    scale = tl.where(bits < _INFINITY_BITS, scale, float("nan"))
+    tl.store(scale_ptr + tl.program_id(0), scale)
+    for start in range(0, A, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        x = tl.load(rows_ptr + row + offs, mask=offs < A, other=0.0).to(tl.float32)
+        value = to_8_bits(x / scale, 3, 7)
+        tl.store(value_ptr + row + offs, value.to(tl.uint8), mask=offs < A)
+
+
 def encode_rows(rows_RM: Tensor, wire_format: str) -> tuple[Tensor, Tensor]:
     """Compute :func:`fairseq_tutel.backends.torch.encode_rows` in Triton; measures all errors."""
     (R, M), device = rows_RM.shape, rows_RM.device
@@ -220,6 +254,22 @@ def decode_rows(wire_RD: Tensor, wire_format: str, out_RM: Tensor) -> Tensor:
             out_RM, value, scale, R, **sizes, CLAMP=out_RM.dtype == torch.float16
         )
     return out_RM
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute :func:`fairseq_tutel.backends._fp8.quantize_rows` in Triton, to e4m3.
+
+    2 + 1 bytes per number of a half.
+    """
+    x = checked("rows", x, x.shape, FLOAT_DTYPES, x.device)
+    value = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale, A = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device), x.shape[-1]
+    if x.numel() > 0:
+        with device_guard(x):
+            _quantize_rows_kernel[(scale.numel(),)](
+                value, scale, x, A=A, BLOCK=min(next_power_of_2(A), FP8_BLOCK)
+            )
+    return value.view(FP8), scale
 
 
 def _written_as(wire_RD: Tensor, chosen: WireFormat, M: int) -> tuple[Tensor, Tensor, dict]:

@@ -29,7 +29,6 @@ from fairseq_tutel.backends.triton import (
     activation,
     adam,
     dispatch,
-    fp8,
     gate_logits,
     gating,
     rows,
@@ -102,6 +101,8 @@ def _variants():
         for source in ({"source_ptr": None, "TOP_K": 1}, {"TOP_K": 6}):
             given = {**product, **source}
             yield _grouped._rows_product_kernel, dtype, {**given, **strides, **experts}
+            transposed = source.get("source_ptr", 0) is not None  # of which only gathered ones are
+            given["TRANSPOSED"] = transposed
             yield _grouped._weight_gradient_kernel, dtype, given
     clearing = {"PROGRAMS": _grouped._CLEARING_PROGRAMS, "BLOCK": tiles.FLAT_BLOCK}
     yield _grouped._clear_unused_kernel, "bf16", {"AB": 4096 * 16384, **clearing}
@@ -150,7 +151,7 @@ def _variants():
 
     for dtype in FLOAT:
         rounded = {"A": 2048, "BLOCK": 2048}
-        yield fp8._quantize_rows_kernel, dtype, rounded
+        yield wire._quantize_rows_kernel, dtype, rounded
 
     adam_blocks = {"BLOCK": tiles.ADAM_BLOCK}
     step_blocks = {"BLOCK_P": tiles.ADAM_PROGRAMS, "BLOCKS": tiles.ADAM_BLOCKS}
@@ -182,8 +183,9 @@ def _tma_variants():
         if tile in _grouped_tma.TILES:
             d = f"tensordesc<{dtype}[1, 1, {deep}, {down}]>"
             given["num_stages"] += gathered * (tile.stages - 1)
-            all_given = {**given, "d_desc": d, **rows(1, 1, deep, across)}
-            yield _grouped_tma._weight_gradient_tma_kernel, dtype, all_given
+            for transposed in (True, False) if gathered else (False,):
+                more = {"d_desc": d, "TRANSPOSED": transposed, **rows(1, 1, deep, across)}
+                yield _grouped_tma._weight_gradient_tma_kernel, dtype, {**given, **more}
 
 
 TMA_TILES = (*_grouped_tma.TILES, *_grouped_tma.TILES_OF_FEW_ROWS)

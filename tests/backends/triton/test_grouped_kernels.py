@@ -118,7 +118,8 @@ def test_candidates_are_timed_on_the_gpu_of_their_tensors_if_there_are_rows(num_
 @pytest.mark.skipif(not kernels._HAS_GROUPED_MM, reason="a torch without grouped_mm")
 def test_torchs_grouped_product_takes_what_it_is_given(monkeypatch):
     """Where it is one kernel; its CPU implementation checks shapes, layouts and results."""
-    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "_reads_by_tma", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "tma_tiles", lambda *few, **gathers: ())
     ways = [(kernels.rows_product, kernels.weight_gradient)]
     check(*products(ways, "cpu", torch.bfloat16, [8, 24, 24, 48], 16, 32))
     check(*gathered(ways, "cpu", torch.bfloat16))
@@ -135,12 +136,13 @@ def test_experts_without_rows_have_zero_gradients_on_blackwell(device, monkeypat
                 out[expert] = d_t[:, begin:end] @ rows[begin:end]
         return out
 
-    monkeypatch.setattr(kernels, "_grouped_mm_is_fused", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "_reads_by_tma", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "tma_tiles", lambda *few, **gathers: ())
     monkeypatch.setattr(kernels, "_grouped_mm_skips_unused", lambda rows: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_unused, raising=False)
     for ends in ENDS:
         ways = [(partial(kernels._rows_product, source=None), kernels.weight_gradient)]
-        check(*products(ways, device, torch.float32, ends, 33, 20))
+        check(*products(ways, device, torch.bfloat16, ends, 33, 20))
 
 
 def test_more_tiles_than_a_grids_second_dimension_may_have(monkeypatch):

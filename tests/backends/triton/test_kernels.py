@@ -168,8 +168,11 @@ def gathered(ways, device, dtype):
     ((product, gradient),) = ways
     found = {"product": product(tokens, weight, offsets, source)[: ends[-1]]}
     found["gradient"] = gradient(other, tokens, offsets, source)
+    found["transpose"] = gradient(other, tokens, offsets, source, transposed=True)
+    assert found["transpose"].is_contiguous()
     want = {"product": naive.rows_product(rows, weight.double(), ends)[: ends[-1]]}
-    return found, want | {"gradient": naive.weight_gradient(other.double(), rows, ends)}, {}, dtype
+    want["gradient"] = naive.weight_gradient(other.double(), rows, ends)
+    return found, want | {"transpose": want["gradient"].mT}, {}, dtype
 
 
 def activation(_, device, dtype, name, biased, shape, ends):
