@@ -24,7 +24,7 @@ from translation import translation
 from fairseq_tutel import picture
 from fairseq_tutel.command_line import run_and_exit
 
-UPDATES = 140  # about 95 seconds in fp32 on two CPU cores
+UPDATES = 140  # about 100 seconds in fp32 on two CPU cores
 BLOCKS = 4000  # of text that BART is trained on
 REQUIRED = 20  # times better than a guess, in a whole run on Python's library
 VOCABULARY, TOKENS_PER_SAMPLE, SAMPLES_PER_UPDATE = 4000, 128, 16
