@@ -100,3 +100,5 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=words):
             ops.routed_ffn(tokens, weight, row, sources, expert, *params, offsets=offsets, **how)
+    with pytest.raises(ValueError, match=r"expert must be \(7, 3\), got \(6, 3\)"):
+        ops.combine(torch.randn(len(pair), M), row, pair, weight, torch.randn(E, M), expert[:-1])
