@@ -29,7 +29,11 @@ def dispatch_and_combine(
     choice: ExchangeChoice,
     record: ExchangeRecord | None,
 ) -> torch.Tensor:
-    """Send each token to its experts, apply them, and add the weighted results; differentiable."""
+    """Send each token to its experts, apply them, and add the weighted results; differentiable.
+
+    Wrapped or hooked experts are called as modules. A network of operators is one function of
+    chunks and ranks; a fused one on a single rank is one operator, which torch.compile keeps whole.
+    """
     plan = plan_call(x_TM.shape[1], x_TM.dtype, routing, experts, choice, record)
     if not plan.has_network:
         return through_modules(x_TM, plan)

@@ -28,7 +28,7 @@ from .programs import blocks, evaluation, generation, program, ranks, validation
 from .programs.trace import trace_evaluation
 from .trainer import requeue
 from .trainer.growth import follow_set
-from .trainer.sets import save_set, start_of_run
+from .trainer.sets import save_due_sets, start_of_run
 from .trainer.trainer import MoETrainer, has_experts, refuse_unsaid_experts
 
 
@@ -83,7 +83,7 @@ def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
         keeper.best = best(val_loss, getattr(keeper, "best", val_loss))
     if cfg.no_save:
         return None
-    return save_set(cfg, trainer, epoch_itr, val_loss, getattr(keeper, "best", None))
+    return save_due_sets(cfg, trainer, epoch_itr, val_loss, getattr(keeper, "best", None))
 
 
 def _load_checkpoint(original, cfg, trainer, **passthrough_args):

@@ -57,7 +57,7 @@ def changed(section, values):
             entries.update(before)
 
 
-def save_set(cfg, trainer, epoch_itr, val_loss, best_so_far):
+def save_due_sets(cfg, trainer, epoch_itr, val_loss, best_so_far):
     """Save the sets that are due, as fairseq's ``save_checkpoint`` does for files. Collective.
 
     ``best_so_far`` includes ``val_loss``. Return the path of the first set, None if none was due.
