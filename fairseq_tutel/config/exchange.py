@@ -10,8 +10,8 @@ from .registry import EXCHANGES
 
 OVERLAP_DEGREES = (1, 2, 4, 8)
 _WIRES = ("same", *WIRES)
-_BUT = [f"but {w.auto!r} for {name!r}" for name, w in WIRES.items() if w.auto != name]
-_AUTO = ", ".join(["'auto': as `wire`", *_BUT])
+_BUT = [f"{w.auto!r} for {name!r}" for name, w in WIRES.items() if w.auto != name]
+_AUTO = ", but ".join(["'auto': as `wire`", ", ".join(_BUT)])
 EXPERT_PLACEMENTS = ("replicated", "sliced")
 
 

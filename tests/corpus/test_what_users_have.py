@@ -242,8 +242,14 @@ def differences(got, want, close, where):
     elif isinstance(want, float) and isinstance(got, float):
         if not math.isclose(got, want, rel_tol=close, abs_tol=1e-9):
             yield where, f"{got!r}, not {want!r}"
-    elif got != want:
+    elif got != want and not has_choices(got, want):
         yield where, f"{got!r}, not {want!r}"
+
+
+def has_choices(got, want):
+    """Return whether both are an option's choices, such as ``{same,bf16}``, and none is gone."""
+    both = [re.fullmatch(r" \{(.+)\}", str(each)) for each in (got, want)]
+    return all(both) and {*both[1][1].split(",")} <= {*both[0][1].split(",")}
 
 
 @functools.cache
