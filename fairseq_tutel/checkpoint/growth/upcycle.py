@@ -186,12 +186,18 @@ def _open_dense(paths: Sequence[str], dst: str, how: Upcycling, force: bool) -> 
 
 
 def with_criterions(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a state whose history names other criterion classes; the history is copied."""
+    """Return a state whose history names other criterion classes, without the best loss.
+
+    A loss with the gate loss and one without cannot be compared.
+    """
     history = [dict(entry) for entry in state.get("optimizer_history") or ()]
     for entry in history:
         name = entry.get("criterion_name")
         entry["criterion_name"] = names.get(name, name)
-    return {**state, "optimizer_history": history}
+    changed = {**state, "optimizer_history": history}
+    if extra := state.get("extra_state"):
+        changed["extra_state"] = {name: each for name, each in extra.items() if name != "best"}
+    return changed
 
 
 # prefix of a layer that becomes sparse, ``decoder.layers.1.`` -> tensors of its FFN

@@ -117,6 +117,22 @@ def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path, caplog):
     assert_same_state(load_file(kept)["model"], load_file(dense.path)["model"])
 
 
+def test_the_best_loss_is_left_out_if_the_loss_is_another(dense, tmp_path):
+    """A run writes checkpoint_best.pt for no greater loss; a gate loss adds to that."""
+    one, two, more = (str(tmp_path / f"{name}.pt") for name in ("one", "two", "more"))
+    state = load_file(dense.path)
+    torch.save({**state, "extra_state": {**state["extra_state"], "best": 0.5}}, one)
+    how = Upcycling(4)
+    for number, sources in enumerate((one, [one, dense.path])):
+        path = upcycle(sources, str(tmp_path / f"up{number}.pt"), how)
+        extra = read_set(path).shared["extra_state"]
+        assert "best" not in extra
+        assert extra["train_iterator"] == state["extra_state"]["train_iterator"]
+    save(_loaded(path, *FOUR_LAYERS, *_flags(how)), two, best=0.7)
+    assert read_set(grow(two, more, 8)).shared["extra_state"]["best"] == 0.7
+    assert "best" not in load_file(to_dense(two, str(tmp_path / "back.pt")))["extra_state"]
+
+
 def test_a_trained_translation_model_becomes_one_of_stock_fairseq(tmp_path):
     """Its options leave sizes out, which stock fairseq does not fill in."""
     sample, path = make_pairs(1), str(tmp_path / "m.pt")
