@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -186,6 +186,12 @@ def check_options(options: Any) -> None:
 def as_flag(name: str, value: Any = "") -> str:
     """Return an option as on a command line: ``--moe-gate-noise 0.5``."""
     return f"--{name.replace('_', '-')} {value}".rstrip()
+
+
+def as_flags(options: Mapping[str, Any]) -> str:
+    """Return options as on a command line; True is a flag alone, None and False are left out."""
+    given = {name: v for name, v in options.items() if v is not None and v is not False}
+    return " ".join(as_flag(name, "" if v is True else v) for name, v in given.items())
 
 
 def as_argument(name: str, value: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...config.options import as_flags
 from ..layout import CheckpointError, split_dense_expert, split_key
 from ..state import MODEL
 from ..store import refuse_target, write_set
@@ -129,7 +130,9 @@ def import_folder(
     _write_dictionary(symbols, Path(written).with_name("dict.txt"))
     if model.task == "language_modeling":
         options = {**options, "tokens_per_sample": config.max_position_embeddings}
-    logger.info("continue training with: --arch %s %s", model.arch, _flags(options))
+    given = {name: v for name, v in options.items() if v or not name.startswith("moe_")}
+    flags = {"arch": model.arch, "criterion": model.criterion[0], **given}
+    logger.info("continue training with: %s", as_flags(flags))
     return written
 
 
@@ -195,14 +198,3 @@ def _write_dictionary(symbols: list[str] | None, path: Path) -> None:
     elif not path.exists():
         lines = [f"{symbol} 1\n" for symbol in symbols[len(SPECIAL) :]]
         path.write_text("".join(lines), encoding="utf-8")
-
-
-def _flags(options: Mapping[str, Any]) -> str:
-    words = []
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value or not name.startswith("moe_") and value is not False:
-            words.append(f"{flag} {value}")
-    return " ".join(words)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...config.options import as_flags
 from ..layout import CheckpointError, check_same, count_rank_files, form
 from ..reader import SetReader, read_set
 from ..state import GROWTH, updates_done, with_options
@@ -82,6 +83,5 @@ def write_change(
         num_experts=after, num_ranks=ranks, source=source, force=force, in_place=in_place,
     )  # fmt: skip
     if flags := {**(more_flags or {}), **(options or {})}:
-        words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
-        logger.info("continue training with: %s", " ".join(words))
+        logger.info("continue training with: %s", as_flags(flags))
     return written

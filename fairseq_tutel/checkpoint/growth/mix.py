@@ -12,11 +12,17 @@ from torch import Tensor
 from ..layout import check_same, form
 from ..state import MODEL, options_of
 
-# options that must be equal: sizes, and what changes the function without changing a shape
-_SIDED = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads", "normalize_before")
-_SAME = (
-    *("_name", "arch", "activation_fn", "no_scale_embedding", "no_token_positional_embeddings"),
+# options of dense models: sizes, and what changes the function without changing a shape
+_SIDED = (
+    *("layers", "embed_dim", "ffn_embed_dim", "attention_heads", "normalize_before"),
+    "learned_pos",
+)
+OF_FUNCTION = (
     *(f"{side}_{name}" for side in ("encoder", "decoder") for name in _SIDED),
+    *("decoder_input_dim", "decoder_output_dim", "activation_fn", "layernorm_embedding"),
+    *("share_all_embeddings", "share_decoder_input_output_embed", "merge_src_tgt_embed"),
+    *("no_scale_embedding", "no_token_positional_embeddings", "no_decoder_final_norm"),
+    *("no_cross_attention", "cross_self_attention", "scale_attn", "scale_heads"),
 )
 
 
@@ -25,7 +31,8 @@ def check_alike(files: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     (first, state), *others = files
     for other, other_state in others:
         both = options_of(state), options_of(other_state)
-        stated = [name for name in _SAME if None not in (each.get(name) for each in both)]
+        names = ("_name", "arch", *OF_FUNCTION)
+        stated = [name for name in names if None not in (each.get(name) for each in both)]
         where = f"models must be alike to become experts of one: {other}"
         check_same(_forms(other_state, stated), _forms(state, stated), where, first)
 

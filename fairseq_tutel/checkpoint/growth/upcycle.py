@@ -24,7 +24,7 @@ from ..reader import SetReader, read_set
 from ..state import MODEL, options_of, updates_done
 from ..store import refuse_target
 from .change import check_ffn, write_change
-from .mix import average, check_alike
+from .mix import OF_FUNCTION, average, check_alike
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ CRITERIONS = {
     "CrossEntropyCriterion": "MoECrossEntropyCriterion",
     "LabelSmoothedCrossEntropyCriterion": "MoELabelSmoothedCrossEntropyCriterion",
 }
+_CRITERION_NAMES = ("cross_entropy", "label_smoothed_cross_entropy")
+_OF_TRAINING = ("dropout", "attention_dropout", "activation_dropout")
 # options by which a layer has more than an FFN, or its norm elsewhere
 _REFUSED = ("scale_fc", "scale_resids", "base_layers", "quant_noise_pq", "adaptive_input")
 
@@ -154,7 +156,6 @@ def upcycle(
     kind = "a dense model" if len(paths) == 1 else f"{len(paths)} dense models"
     updates = ", ".join(str(updates_done(each)) for each in states)
     change = ("upcycle", f"{how}, of {kind} after {updates} updates", how.num_experts)
-    arch = "transformer_lm_gpt_moe" if _is_lm(model) else "transformer_moe"
 
     def experts(wanted: range) -> tuple[dict[str, Any], dict[str, Any]]:
         return _experts(ffns, how, wanted), {}
@@ -162,7 +163,7 @@ def upcycle(
     return write_change(
         dst, sources[0], state, experts, change,
         ranks=ranks or 1, options=_options(width, how), force=force,
-        more_flags={"arch": arch, "moe_capacity_factor": 0},  # 0 drops nothing
+        more_flags={**_dense_options(states[0]), "moe_capacity_factor": 0},  # 0 drops nothing
     )  # fmt: skip
 
 
@@ -243,6 +244,31 @@ def _options(width: int, how: Upcycling) -> dict[str, Any]:
     if how.shared:
         options["moe_shared_expert_ffn_dim"] = width
     return options
+
+
+def _dense_options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a dense run that its model with experts needs, by fairseq's names."""
+    options, of_criterion = options_of(state), options_of(state, "criterion")
+    criterion = _chosen(state, "criterion")
+    lm = _is_lm(state[MODEL])
+    found: dict[str, Any] = {"arch": "transformer_lm_gpt_moe" if lm else "transformer_moe"}
+    found["task"] = _chosen(state, "task")
+    found["criterion"] = f"moe_{criterion}" if criterion in _CRITERION_NAMES else criterion
+    if str(criterion).endswith("label_smoothed_cross_entropy"):
+        found["label_smoothing"] = of_criterion.get("label_smoothing")
+    found |= {name: options.get(name) for name in (*OF_FUNCTION, *_OF_TRAINING)}
+    positions = ["max_source_positions", "max_target_positions"]
+    if lm:
+        found["tokens_per_sample"] = options.get("tokens_per_sample")
+        equal = options.get("max_target_positions") == found["tokens_per_sample"]
+        positions = [] if equal else positions[1:]  # by default equal, and not every task's flag
+    return found | {name: options.get(name) for name in positions}
+
+
+def _chosen(state: Mapping[str, Any], section: str) -> str | None:
+    """Return the name of a run's task or criterion; a section has it under another key."""
+    options = options_of(state, section)
+    return options.get(section) or options.get("_name")
 
 
 def _routers(ffns: _Ffns, how: Upcycling) -> dict[str, Tensor]:

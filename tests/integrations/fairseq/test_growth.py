@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.models.transformer import TransformerModel
 from fairseq.modules import gelu
+from fairseq.options import get_training_parser, parse_args_and_arch
 from helpers.assertions import assert_same_state
 from helpers.sets import member
-from helpers.training import make_batch, make_config, make_trainer, save
+from helpers.training import convert, make_batch, make_config, make_trainer, save
 from helpers.translation import make_pairs, pair_config
 from omegaconf import open_dict
 
@@ -115,6 +117,44 @@ def test_an_upcycled_encoder_decoder_starts_as_the_dense_one(tmp_path, caplog):
     kept = to_dense(side, str(tmp_path / "kept.pt"), "shared")
     assert "load" not in caplog.text  # of the experts, which are not asked
     assert_same_state(load_file(kept)["model"], load_file(dense.path)["model"])
+
+
+RUN = "--dict-size 28 --cpu --no-save --optimizer adam --lr 0.01 --batch-size 4"
+LM = (
+    "--task dummy_lm --tokens-per-sample 8 --arch transformer_lm_gpt2_tiny "
+    "--criterion cross_entropy --share-decoder-input-output-embed --decoder-learned-pos "
+    "--attention-dropout 0"
+)
+PAIRS = (
+    "--task dummy_mt --arch transformer_tiny --criterion label_smoothed_cross_entropy "
+    "--label-smoothing 0.2 --share-all-embeddings --encoder-normalize-before --activation-fn gelu "
+    "--decoder-ffn-embed-dim 48 --dropout 0.3 --max-source-positions 99"
+)
+
+
+@pytest.mark.parametrize("words, batch", [(LM, make_batch), (PAIRS, make_pairs)])
+def test_the_flags_that_upcycle_prints_train_on(words, batch, tmp_path, caplog):
+    """With the data and the optimizer alone beside them; fairseq's parser reads them."""
+
+    def parsed(words):
+        given = f"{words} {RUN}".split()
+        return convert(parse_args_and_arch(get_training_parser(), input_args=given))
+
+    dense = Dense(tmp_path, parsed(words), batch(1))
+    with caplog.at_level("INFO", "fairseq_tutel"):
+        path = upcycle(dense.path, str(tmp_path / "up.pt"), Upcycling(4))
+    (flags,) = re.findall("continue training with: (.*)", caplog.text)
+    trainer = make_trainer(parsed(flags), dense.sample)
+    assert trainer.load_checkpoint(path)
+    want = _logits(dense.trainer, dense.sample, False)
+    torch.testing.assert_close(_logits(trainer, dense.sample, False), want, **EXACT)
+    (entry,) = read_set(path).shared["optimizer_history"]
+    assert type(trainer.criterion).__name__ == entry["criterion_name"]
+    smoothing = (getattr(each.criterion, "eps", 0) for each in (trainer, dense.trainer))
+    assert len(set(smoothing)) == 1
+    for name in ("dropout", "attention_dropout", "activation_dropout"):
+        assert getattr(trainer.cfg.model, name) == getattr(dense.trainer.cfg.model, name), name
+    assert trainer.train_step([dense.sample])["loss"] > 0
 
 
 def test_the_best_loss_is_left_out_if_the_loss_is_another(dense, tmp_path):
