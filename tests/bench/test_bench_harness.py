@@ -13,6 +13,7 @@ from harness import Case, Goal, Point, call, peak_memory, sweep, time_cases
 from program import Ranks
 from record import median_interval
 
+pytestmark = pytest.mark.long  # of programs in scripts/bench
 RANKS = Ranks(torch.device("cpu"))
 
 

@@ -64,6 +64,7 @@ def test_one_row_has_its_formula_and_sources(capsys):
     assert "--row 25: there are 1 to 24" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_figures_have_predicted_lines_published_points_and_those_of_a_ladder(tmp_path):
     ladder = tmp_path / "ladder"
     ladder.mkdir()
@@ -100,6 +101,7 @@ def test_figures_have_predicted_lines_published_points_and_those_of_a_ladder(tmp
     }
 
 
+@pytest.mark.long
 def test_figures_are_drawn_and_shown_on_the_page(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert claims.main(["--figures", str(tmp_path)]) == 0

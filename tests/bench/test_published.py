@@ -66,6 +66,7 @@ def test_published_speeds_with_one_set_of_efficiencies(gpus):
         assert plan.memory.peak == pytest.approx(10.4 * 2**30, rel=0.1)
 
 
+@pytest.mark.long
 def test_why_the_speed_on_32_gpus_is_not_predicted():
     """What is paid per GPU is the same on 32 and on 128, what is paid for the network grows: 128
     cannot be predicted to be faster per GPU, as the published speeds are (1031, 1492 words/s)."""
