@@ -118,9 +118,8 @@ def refusals() -> list[tuple[str, str]]:
 
 
 def tables(found: list[tuple[str, str]]) -> str:
-    """Return the options and the refused pairs as the page has them."""
-    lines = [f"- {option.name}" for option in OPTIONS] + [""]
-    lines += ["| option | not with |", "|---|---|"]
+    """Return the refused pairs as the page has them."""
+    lines = ["| option | not with |", "|---|---|"]
     for first, pairs in itertools.groupby(found, key=lambda pair: pair[0]):
         lines.append(f"| {first} | {'; '.join(second for _, second in pairs)} |")
     return "\n".join([*lines, ""])
