@@ -32,7 +32,7 @@ def test_the_commands_train_evaluate_and_write(tmp_path):
     )  # fmt: skip
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-3000:]
-    assert "(epoch 1 @ 3 updates)" in output and "Perplexity" in output
+    assert "@ 3 updates)" in output and "Perplexity" in output
     assert re.search(r"^H-0\t", done.stdout, re.MULTILINE), output[-3000:]  # a hypothesis
     written = {path.name for path in (tmp_path / "board").iterdir()}
     assert written >= {"train", "valid"}
