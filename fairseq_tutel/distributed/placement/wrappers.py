@@ -61,14 +61,15 @@ def refuse_plain_wrapper(
 
     DistributedDataParallel would overwrite the ranks' different experts with rank 0's and average
     their gradients. ``fully_shard`` is refused in one process, too, because the program is meant
-    for several. Return what was checked, for the next pass, which then only looks for changes.
+    for several. Return the wrapper and parameter that were checked, for the next pass. A parameter
+    of ``fully_shard`` may have the id of a checked one that it replaced: its mark is read always.
     """
     mine = first_parameter(experts)
     active = active_ddp()
     found = (checked[0] if active is None else id(active), id(mine))
-    if mine is None or found == checked:
+    if mine is None:
         return found
-    if active is not None and groups.needs_sync:
+    if found != checked and active is not None and groups.needs_sync:
         for name, param in active.module.named_parameters():
             if param is mine and name not in active.parameters_to_ignore:
                 _refuse("DistributedDataParallel", name)
