@@ -151,14 +151,13 @@ class RoutingTrace:
         if stack not in line["kept"]:
             tokens = self._tokens(stack, shape)
             kept = choices.new_ones(shape, dtype=torch.bool)
-            if tokens is not None:
-                kept = tokens.ne(self._embeddings[stack].padding_idx)
+            pad = getattr(self._embeddings[stack], "padding_idx", None)
+            if tokens is not None and pad is not None:
+                kept = tokens.ne(pad)
             elif padding is not None and padding.shape == shape:
                 kept = ~padding.bool()
             line["tokens"][stack] = tokens
-            line["kept"][stack] = (
-                choices.new_ones(shape, dtype=torch.bool) if kept is None else kept
-            )
+            line["kept"][stack] = kept
         line["choices"][label] = choices
 
     def _tokens(self, stack: str, shape: torch.Size) -> torch.Tensor | None:
