@@ -1,52 +1,43 @@
 """Readers of what users have: each reads one form as users do, and returns plain values.
 
-``ENTRIES`` in ``test_what_users_have.py`` names them. A reader gets the folder of the unpacked
-files, and runs on every rank of its entry. Fairseq is imported only where it is needed: the
-process of the tests does without it.
+``entries.json`` names them, with their arguments. A reader gets the folder of the unpacked files,
+and runs on every rank of its entry. Fairseq is imported only where it is needed: the process of the
+tests does without it.
 """
 
 import dataclasses
 import hashlib
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from forms import (
-    CHANGED,
-    DIM,
-    EXCHANGES,
-    HERE,
-    LAYERS,
-    TOKENS,
-    USERS,
-    M,
-    make_layer,
-    make_loop,
-    make_run,
-    numbers,
-    register_users,
-    steps,
-    train,
-)
-from surface import run_main, scratch
+from surface import GOLDEN, HERE, numbers, run_main, scratch
+from torch import nn
 
 from fairseq_tutel import checkpoint, training
 from fairseq_tutel.checkpoint import growth
-from fairseq_tutel.distributed import process_world
+from fairseq_tutel.distributed import build_groups, process_world
+from fairseq_tutel.moe import ExchangeConfig, MoELayer
 
-GOLDEN = HERE.parent / "golden"
-# runs of Meta's own code: a folder of tests/golden, its data, and the stage of the run
-META = [
-    ("top2_world2", "data_world2", "final"),
-    ("translation_top2_world2", "data_translation_world2", "trained"),
-]
-# what the tools of checkpoints make of a set
-TOOLS = {
-    "lm": ("merge", "reshard", "grow", "shrink", "dense"), "mt": ("merge", "grow"),
-    "dense": ("upcycle", "upcycle-two"), "dense_mt": ("upcycle",), "lm_lora": ("merge-lora",),
-    "old_replicated": ("merge", "reshard"), "old_sliced": ("merge", "reshard"),
+TOKENS, M, F, E, DIM = 24, 6, 8, 4, 4
+# modules of the user's own, which an entry's options name
+OWN = {
+    "gate": lambda: nn.Linear(M, E), "expert_fn": lambda: expert,
+    "experts": lambda: [expert() for _ in range(E)],
 }  # fmt: skip
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(M, F), nn.ReLU(), nn.Linear(F, M))
+
+
+def register_users():
+    """Import the user dir, as a program of the user does."""
+    sys.path.insert(0, str(HERE))
+    importlib.import_module("user_dir")
 
 
 def digest(values) -> str:
@@ -91,17 +82,26 @@ def stored_set(files, name):
     return {**content(path), "report": report}
 
 
-def resumed(files, name):
-    """A run of fairseq's trainer goes on: two more updates."""
-    if name == "lm_users":
-        register_users()
-    trainer, batches = make_run(*CHANGED.get(name, (name,)))
+def resumed(files, name, words):
+    """A run of fairseq's trainer goes on: loss and gradient norm of two more updates."""
+    from helpers import training as lm
+    from helpers import translation as mt
+
+    moe = not name.startswith("dense")
+    if name.endswith("mt"):
+        trainer = lm.make_trainer(mt.pair_config(*words.split(), moe=moe), mt.make_pairs(0))
+        batches = mt.own_pairs
+    else:
+        trainer, batches = lm.make_trainer(lm.make_config(*words.split(), moe=moe)), lm.own_batches
     assert trainer.load_checkpoint(str(files / f"{name}.pt")) is not None
-    return train(trainer, batches, 2, 4)
+    records = lm.record_updates(trainer)
+    for number in (2, 3):
+        trainer.train_step(batches(number, max(2, process_world()[1])))
+    return [[each.sums["loss"], each.grad_norm] for each in records]
 
 
 @torch.no_grad()
-def evaluated(files, name, **overrides):
+def evaluated(files, name):
     """Logits of the model that fairseq's programs load."""
     from fairseq import checkpoint_utils, tasks
     from helpers.training import make_batch, make_config
@@ -110,7 +110,7 @@ def evaluated(files, name, **overrides):
     make, config = (make_pairs, pair_config) if "mt" in name else (make_batch, make_config)
     task = tasks.setup_task(config().task)
     path = str(files / f"{name}.pt")
-    (model,), _ = checkpoint_utils.load_model_ensemble([path], overrides or None, task)
+    (model,), _ = checkpoint_utils.load_model_ensemble([path], None, task)
     return numbers(model.eval()(**make(7)["net_input"])[0])
 
 
@@ -127,7 +127,7 @@ def meta(files, run, data, step):
     return {**content(path), "logits": numbers(model.eval()(*args)[0])}
 
 
-def tools(files, name):
+def tools(files, name, kinds):
     """Sets that the tools make of a stored one; what they only move is the same to the bit."""
     path, load = path_of(files, name), str(files / "expert_load.jsonl")
     cut, shared = growth.Upcycling(4, granularity=2), growth.Upcycling(2, shared=True)
@@ -141,7 +141,7 @@ def tools(files, name):
         "upcycle-two": lambda out: growth.upcycle([path, path], out, shared),
         "merge-lora": lambda out: run_main("checkpoint", "merge-lora", path, out),
     }
-    made = {tool: scratch(files, "x.pt") for tool in TOOLS[name]}
+    made = {tool: scratch(files, "x.pt") for tool in kinds}
     for tool, out in made.items():
         make[tool](out)
     return {t: content(out, exact=t in ("merge", "reshard")) for t, out in made.items()}
@@ -185,37 +185,66 @@ def in_transformers(files, name):
     return numbers(model(given["src_tokens"], **options).logits)
 
 
-def described(files):
+def described(files, kinds):
     """The description with which a layer is compiled for C++, and its twin's output."""
     from fairseq_tutel.export import describe_layer, layer_twin
 
     found = {}
-    for name in ("padded", "swiglu", "clamped_swiglu", "shared", "sigmoid", "groups"):
-        layer = make_layer(LAYERS[name]).eval()
-        options = {"network": LAYERS[name].get("expert_network", "ffn")}
-        text = dataclasses.asdict(
-            describe_layer(layer.config, model_dim=M, hidden_dim=8, **options)
-        )
+    for name, options in kinds.items():
+        layer = make_layer(options).eval()
+        sizes = {"model_dim": M, "hidden_dim": F, "network": options.get("expert_network", "ffn")}
+        text = dataclasses.asdict(describe_layer(layer.config, **sizes))
         load_layer(files, "layers", name, layer)
         with torch.no_grad():
             found[name] = {**text, "output": numbers(layer_twin(layer)(tokens()))}
     return found
 
 
-def loop(files, kind):
-    """A loop goes on: three more steps."""
-    model, net, optimizers = make_loop(kind)
+def make_loop(kind: str, experts: int = 4, placement: str = "replicated"):
+    """A model, itself wrapped on several ranks, and its optimizers."""
+    from fairseq_tutel.training.adam16 import Adam16
+
+    torch.manual_seed(1)
+    groups = build_groups(experts, placement=placement) if process_world()[1] > 1 else None
+    options = {"top_k": min(2, experts), "capacity_factor": 0.0, "groups": groups, "seed": 2}
+    model = nn.Sequential(nn.Linear(DIM, DIM), MoELayer(DIM, experts, 8, **options))
+    net = training.wrap_data_parallel(model) if process_world()[1] > 1 else model
+    if kind == "muon":
+        matrices, others = training.matrix_parameters(model)
+        return model, net, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.05)]
+    if kind == "sgd":
+        return model, net, [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+    adam = Adam16 if kind in ("adam16", "old_replicated") else torch.optim.AdamW
+    optimizer = adam(model.parameters(), lr=0.05)
+    if kind == "zero" and groups:
+        training.shard_optimizer(optimizer)
+    return model, net, [optimizer]
+
+
+def loop(files, kind, experts, placement):
+    """A loop goes on: mean losses of the ranks' equal parts of a batch in three more steps."""
+    model, net, optimizers = make_loop(kind, experts, placement)
     if kind == "dcp":
         state = {"run": training.DistributedState(model, optimizers)}
         dcp.load(state, checkpoint_id=files / "dcp")
     else:
         at = training.load_checkpoint(path_of(files, kind), model, optimizers)
         assert at == {"step": 2}
-    weights = training.full_state_dict(model)
-    losses = torch.tensor(steps(net, optimizers, 2, 5))
-    if process_world()[1] > 1:
+    weights, losses = training.full_state_dict(model), torch.zeros(3)
+    rank, ranks = process_world()
+    for step in range(3):
+        x = torch.randn(8, 3, DIM, generator=torch.Generator().manual_seed(2 + step))
+        mine = x.chunk(ranks)[rank]
+        loss = (net(mine) - mine.roll(1, -1)).square().mean()
+        loss.backward()
+        training.clip_grad_norm_(net, 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[step] = loss.detach()
+    if ranks > 1:
         torch.distributed.all_reduce(losses)
-    return {"weights": digest(weights), "losses": (losses / process_world()[1]).tolist()}
+    return {"weights": digest(weights), "losses": (losses / ranks).tolist()}
 
 
 def adapter(files, kind):
@@ -243,6 +272,18 @@ def tokens(dim: int = M) -> torch.Tensor:
     return torch.randn(TOKENS, dim, generator=torch.Generator().manual_seed(seed))
 
 
+def make_layer(options: dict, exchange: dict | None = None) -> MoELayer:
+    """A layer on these ranks, in slices if there are more ranks than experts."""
+    options = {name: OWN[name]() if name in OWN else value for name, value in options.items()}
+    hidden_dim = None if {"experts", "expert_fn"} & options.keys() else F
+    options = {"model_dim": M, "num_experts": E, "hidden_dim": hidden_dim, "seed": 1, **options}
+    if process_world()[1] > 1:
+        placement = "sliced" if options["num_experts"] == 1 else "replicated"
+        options["groups"] = build_groups(options["num_experts"], placement=placement)
+        options["exchange"] = ExchangeConfig(**(exchange or {}))
+    return MoELayer(**options)
+
+
 def load_layer(files, table, name, layer):
     state = torch.load(files / f"{table}.pt")[name]
     if process_world()[1] == 1:
@@ -251,12 +292,8 @@ def load_layer(files, table, name, layer):
         training.load_full_state_dict(layer, state)
 
 
-def layer(files, table, name):
+def layer(files, table, name, options, exchange):
     """Outputs, losses and gradients of a layer with stored weights."""
-    if table == "users":
-        register_users()
-    given = {"layers": {k: (v, {}) for k, v in LAYERS.items()}, "exchanges": EXCHANGES}
-    options, exchange = {**given, "users": USERS}[table][name]
     made = make_layer(options, exchange)
     load_layer(files, table, name, made)
     x_TM = tokens(made.model_dim)
@@ -290,7 +327,7 @@ def tuner(files, name):
     from fairseq_tutel.tuning import ExchangeTuner
 
     text = (files / name).read_text()
-    made = [make_layer(*EXCHANGES["padded"])]
+    made = [make_layer({})]
     choice = None
     if "open" not in name:
         choice = ExchangeTuner(made, pinned=text).agree(TOKENS, torch.float32).exchange

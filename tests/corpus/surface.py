@@ -18,60 +18,23 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from forms import HERE, numbers
 
 from fairseq_tutel.config import PRESETS, ExpertConfig
 from fairseq_tutel.moe import MoELayer
 
+HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GOLDEN = HERE.parent / "golden"
-# rooms whose names users import
-ROOMS = ("", ".moe", ".moe.experts", ".moe.routers", ".training", ".ops", ".distributed", ".tuning",
-         ".checkpoint", ".checkpoint.growth", ".config", ".export")  # fmt: skip
-TRAIN = "python -m fairseq_cli.train data --user-dir fairseq_tutel --arch transformer_lm_gpt_moe"
-HYDRA = "python -m fairseq_cli.hydra_train --config-name tiny_cpu model.moe_expert_count=8"
-# shipped configs and those of users, by folder
-CONFIGS = [
-    *(("configs", name) for name in ("tiny_cpu", "meta_4.1b", "meta_142b", "meta_1.1t")),
-    *(("tests/corpus/configs", name) for name in ("old_keys", "translation")),
-    ("configs", "experts_1024"), ("tests/integrations/fairseq/data_204ed4b", "run"),
-]  # fmt: skip
-# commands that the launcher prints
-LAUNCHES = {
-    "train": f"--nproc-per-node 2 -- {TRAIN} --cpu --moe-expert-count 8",
-    "one": f"--nproc-per-node 1 --output plain --grace-seconds 5 -- {TRAIN}",
-    "nodes": f"--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr node0 -- {TRAIN}",
-    "hydra": f"--nproc-per-node 2 --nccl-profile ib-adaptive-routing -- {HYDRA}",
-    "generate": "--nproc-per-node 2 -- python -m fairseq_cli.generate data --path x.pt",
-    "eval": "--nproc-per-node 2 -- python -m fairseq_cli.eval_lm data --path x.pt",
-    "script": "--nproc-per-node 2 -- python scripts/examples/plain_pytorch.py --steps 20 x.pt",
-}
-SCRIPTS = {
-    "ladder": "submit_ladder.sh --dry-run -- --partition gpu",
-    "tiny ladder": "submit_ladder.sh --dry-run --tiny --gpus 16 --jobs alltoall --results r",
-    "bench": "bench.sbatch layer --preset fig14", "train": "train.sbatch",
-    "own command": f"train.sbatch {TRAIN} --save-dir checkpoints --lr 1",
-}  # fmt: skip
-LM = ("--task dummy_lm --dict-size 28 --tokens-per-sample 8 --dataset-size 40 --cpu --seed 3 "
-      "--decoder-layers 2 --decoder-attention-heads 2 --dropout 0 --attention-dropout 0 "
-      "--decoder-embed-dim 8 --decoder-ffn-embed-dim 12 --moe-expert-count 4 --optimizer adam "
-      "--moe-second-expert-policy all --criterion moe_cross_entropy --moe-gate-loss-wt 0.1 "
-      "--user-dir fairseq_tutel --arch transformer_lm_gpt_moe --lr 0.01 --batch-size 4 "
-      "--restore-file {files}/lm.pt --save-dir {out} --max-update 5 --log-format json "
-      "--log-interval 1 --disable-validation --num-workers 0 --reset-dataloader")  # fmt: skip
-# whole programs, by what follows ``python``
-PROGRAMS = {
-    "fairseq-train": f"-m fairseq_cli.train {LM}",
-    "fairseq-train on 2 ranks": "-m fairseq_tutel.launch --bind none --nproc-per-node 2 -- "
-    f"python -m fairseq_cli.train {LM}",
-    "fairseq-eval-lm": "-m fairseq_cli.eval_lm {golden}/data_world2 --user-dir fairseq_tutel --cpu "
-    "--path {golden}/top2_world2/final/checkpoint_last.pt --gen-subset valid "
-    "--tokens-per-sample 128",
-    "plain_pytorch": "scripts/examples/plain_pytorch.py --steps 3 {out}/last.pt",
-}
 # ``main`` of the commands of this package
 MAINS = {"checkpoint": "checkpoint.__main__", "export": "export.__main__", "launch": "launch.cli",
          "picture": "picture", "plan": "plan.cli"}  # fmt: skip
+
+
+def numbers(value: torch.Tensor) -> list[float]:
+    """Return the norm, and the norm after an addition that tells signs and order."""
+    flat = value.detach().double().flatten()
+    shift = torch.arange(1, len(flat) + 1).double().cos() * flat.square().mean().sqrt()
+    return [flat.norm().item(), (flat + shift).norm().item()]
 
 
 def scratch(files, name) -> str:
@@ -195,25 +158,11 @@ def slurm(files, words):
     return done.stdout.splitlines()
 
 
-def snippets() -> dict[str, str]:
-    """Programs of the pages by page and number, as the pages had them."""
-    text = (HERE / "snippets.txt").read_text(encoding="utf-8")
-    parts = re.split(r"^=== (\S+)\n", text, flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def needs(name: str) -> tuple[bool, str]:
-    """Return whether a program of a page runs alone, and the mark of its other libraries."""
-    text = snippets()[name]
-    data = (
-        r"my-model|/path/|\"checkpoints|\"more/|MoETrainer\(|from \. |folder,|export_layer\(|timm"
-    )
-    return not re.search(data, text), "extras" * ("transformers" in text)
-
-
 def snippet(files, name, whole=True):
     """Run a program of a page; or only its imports, if it needs data or another library."""
-    tree = ast.parse(snippets()[name].replace("range(100)", "range(3)"))
+    text = (HERE / "snippets.txt").read_text(encoding="utf-8")
+    text = text.partition(f"=== {name}\n")[2].partition("\n=== ")[0]
+    tree = ast.parse(text.replace("range(100)", "range(3)"))
     if not whole:
         ours = [n for n in tree.body if isinstance(n, ast.ImportFrom | ast.Import)]
         tree.body = [node for node in ours if "fairseq_tutel" in ast.unparse(node)]

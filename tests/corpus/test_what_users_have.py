@@ -1,12 +1,13 @@
 """What users have at e821d35 keeps working: checkpoints, exports, configs, commands, own code.
 
-``files.tar.xz`` has the files, ``expected.json`` what each entry gave when ``make.py`` recorded it.
-Whatever was recorded has to be there still, and equal: floats to a relative error, the rest to the
-bit. New names and options are welcome. The entries of one number of ranks share one start.
+``files.tar.xz`` has the files, ``entries.json`` the forms: a reader with its arguments, the ranks
+that read (default 1; 0: this process), a process (entries of one name share it; ``users`` imports
+the user dir), a mark, the relative error of floats (default 1e-5), and the value that ``make.py``
+recorded. Whatever was recorded has to be there still, and equal: floats to the error, the rest to
+the bit. New names and options are welcome.
 """
 
 import contextlib
-import functools
 import importlib.util
 import io
 import json
@@ -14,17 +15,16 @@ import math
 import re
 import tarfile
 import traceback
-from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import NamedTuple
 
 import pytest
 import readers
 import surface
-from forms import CHANGED, EXCHANGES, HERE, LAYERS, LOOPS, RUNS, USERS
 from helpers.commands import ROOT
 from helpers.distributed import run_ranks
 from helpers.seeds import seed_all
+from surface import HERE
 
 # Decided removals: pattern of entries, or of their parts (entry/key/...) -> words that CHANGELOG.md
 # has, and that are in the message where an entry fails.
@@ -91,102 +91,11 @@ REMOVED: dict[str, str] = {
         for flag in ("--output", "--grace-seconds", "--agree-seconds")
     },
 }
-# runs and configs that are also tried without --long; every set is read, and its content compared
-QUICK = {
-    *("lm on 1", "lm on 2", "lm_adam16 on 1", "lm_fp16 on 1", "lm_zero on 2", "lm_sliced on 1"),
-    *("lm_sliced on 2", "lm_lora on 1", "lm_swiglu on 1", "lm_in_backward on 2", "lm_users on 1"),
-    *("lm_users on 2", "mt on 1", "lm_upcycled on 1", "tiny_cpu", "old_keys", "translation"),
-}
-EVALUATED = (
-    "lm",
-    "lm_swiglu",
-    "lm_cosine",
-    "lm_in_backward",
-    "lm_merged",
-    "dense",
-    "mt",
-    "mt_nllb",
-)
-
-
-class Entry(NamedTuple):
-    """A form: its reader with arguments, the ranks that read it, and what it needs."""
-
-    read: Callable
-    args: tuple = ()
-    ranks: int = 1
-    process: str = ""  # entries of one name share a process: those that register names
-    mark: str = ""
-    close: float = 1e-5  # relative error of floats
+ENTRIES = json.loads((HERE / "entries.json").read_text())
 
 
 class Failure(NamedTuple):
     text: str
-
-
-def _entries():
-    """Yield the name and the entry of each form."""
-    runs = {name: run[1] for name, run in RUNS.items()} | dict.fromkeys(CHANGED, (1,))
-    for name, resume_on in runs.items():
-        yield f"set {name}", Entry(readers.stored_set, (name,))
-        own, close = "users" * (name == "lm_users"), 2e-3 if name == "lm_fp16" else 1e-5
-        for ranks in resume_on:
-            mark = "long" * (f"{name} on {ranks}" not in QUICK)
-            entry = Entry(readers.resumed, (name,), ranks, own, mark, close)
-            yield f"resume {name} on {ranks}", entry
-    for name in EVALUATED:
-        yield f"evaluate {name}", Entry(readers.evaluated, (name,))
-    for run, data, step in readers.META:
-        yield f"meta {run}", Entry(readers.meta, (run, data, step))
-    for name in readers.TOOLS:
-        yield f"tools {name}", Entry(readers.tools, (name,))
-    for name in ("lm_swiglu", "mt"):
-        yield f"export {name}", Entry(readers.exported, (name,))
-        yield f"transformers {name}", Entry(readers.in_transformers, (name,), 0, "", "extras", 1e-4)
-    yield "export description", Entry(readers.described)
-    for kind, (*_, saved) in LOOPS.items():
-        if kind != "dcp":
-            yield f"set {kind}", Entry(readers.stored_set, (kind,))
-        for ranks in (1, 2, 4):
-            if ranks == 1 or ranks == saved or (ranks == 4 and kind in ("sliced", "dcp")):
-                mark = "long" if ranks == 4 else ""
-                yield f"loop {kind} on {ranks}", Entry(readers.loop, (kind,), ranks, "", mark)
-    for kind in ("lora", "lora_int8"):
-        for ranks in (1, 2):
-            yield f"adapter {kind} on {ranks}", Entry(readers.adapter, (kind,), ranks)
-    for ranks in (1, 2):
-        yield f"full state on {ranks}", Entry(readers.full_state, (), ranks)
-    for name in LAYERS:
-        yield f"layer {name}", Entry(readers.layer, ("layers", name))
-    for name in EXCHANGES:
-        yield f"exchange {name}", Entry(readers.layer, ("exchanges", name), 2)
-    for name, (_, exchange) in USERS.items():
-        for ranks in (1, 2) if not exchange else (2,):
-            args = ("users", name)
-            yield f"user's {name} on {ranks}", Entry(readers.layer, args, ranks, "users")
-    yield "replace_ffn", Entry(readers.replaced)
-    for name in ("exchange.json", "exchange_open.json"):
-        yield f"tuner {name}", Entry(readers.tuner, (name,), 2)
-    for folder, name in surface.CONFIGS:
-        mark = "long" * (name not in QUICK)
-        yield f"config {name}", Entry(surface.configs, (folder, name), 1, "", mark)
-    for name, words in surface.LAUNCHES.items():
-        yield f"launch {name}", Entry(surface.launched, (words,))
-    for name, words in surface.SCRIPTS.items():
-        yield f"slurm {name}", Entry(surface.slurm, (words,))
-    for name in surface.snippets():
-        whole, mark = surface.needs(name)
-        yield f"page {name}", Entry(surface.snippet, (name, whole), 1, "", mark, 1e-4)
-    for room in surface.ROOMS:
-        yield f"names fairseq_tutel{room}", Entry(surface.names, (room,))
-    yield "options table", Entry(surface.table)
-    for room in surface.MAINS:
-        yield f"options {room}", Entry(surface.commands, (room,))
-    for name, words in surface.PROGRAMS.items():
-        yield f"program {name}", Entry(surface.program, (words,), 0, "", "long", 1e-3)
-
-
-ENTRIES = dict(_entries())
 
 
 def read_all(files, names) -> dict:
@@ -195,22 +104,29 @@ def read_all(files, names) -> dict:
     for name in names:
         seed_all(name)
         entry = ENTRIES[name]
+        if entry.get("process") == "users":
+            readers.register_users()
+        read = getattr(readers, entry["read"], None) or getattr(surface, entry["read"])
         with contextlib.redirect_stderr(io.StringIO()) as said:  # argparse explains itself there
             try:
-                found[name] = json.loads(json.dumps(entry.read(files, *entry.args)))
+                found[name] = json.loads(json.dumps(read(files, *entry.get("args", ()))))
             except (Exception, SystemExit) as error:
                 text = "".join(traceback.format_exception(error)[-6:])
                 found[name] = Failure(f"{error}\n{text}{said.getvalue()[-2000:]}")
     return found
 
 
+def kind(name):
+    return ENTRIES[name].get("ranks", 1), ENTRIES[name].get("process")
+
+
 def read(files, name, names) -> dict:
     """Values of all entries that share ``name``'s processes: by rank, one if the ranks agree."""
-    kind = ENTRIES[name][2:4]
-    names = [each for each in names if ENTRIES[each][2:4] == kind]
-    if not kind[0]:
+    names = [each for each in names if kind(each) == kind(name)]
+    ranks, _ = kind(name)
+    if not ranks:
         return read_all(files, names)
-    results = run_ranks(read_all, kind[0], files, names, timeout=240)
+    results = run_ranks(read_all, ranks, files, names, timeout=240)
     return {each: together([result[each] for result in results]) for each in names}
 
 
@@ -252,13 +168,7 @@ def has_choices(got, want):
     return all(both) and {*both[1][1].split(",")} <= {*both[0][1].split(",")}
 
 
-@functools.cache
-def recorded() -> dict:
-    return json.loads((HERE / "expected.json").read_text())
-
-
 def unpack(folder):
-    """Unpack the recorded files."""
     for path in HERE.glob("files*.tar.xz"):
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
@@ -287,29 +197,24 @@ def found(request, files):
     return of
 
 
-MARKED = {name: [getattr(pytest.mark, e.mark)] if e.mark else [] for name, e in ENTRIES.items()}
+MARKED = {
+    name: [getattr(pytest.mark, m) for m in (e.get("mark"),) if m] for name, e in ENTRIES.items()
+}
 
 
 @pytest.mark.parametrize("entry", [pytest.param(n, marks=marks) for n, marks in MARKED.items()])
 def test_it_is_read_as_it_was(entry, found):
-    if ENTRIES[entry].mark == "extras" and importlib.util.find_spec("transformers") is None:
+    if ENTRIES[entry].get("mark") == "extras" and not importlib.util.find_spec("transformers"):
         pytest.skip("transformers is not installed")
-    want, got, words = recorded()[entry], found(entry), removal(entry)
+    want, got, words = ENTRIES[entry]["value"], found(entry), removal(entry)
     if isinstance(got, Failure):
         assert words and words in got.text, got.text
     else:
         assert words is None, "it is not removed"
-        assert not list(differences(got, want, ENTRIES[entry].close, entry))
+        assert not list(differences(got, want, ENTRIES[entry].get("close", 1e-5), entry))
 
 
 def test_removals_are_announced_and_all_is_recorded():
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert not [words for words in REMOVED.values() if words not in changes]
-    assert recorded().keys() == ENTRIES.keys()
-
-
-def test_no_recorded_file_names_a_machine(files):
-    paths = [*files.rglob("*"), *HERE.glob("*.json"), HERE / "snippets.txt"]
-    for path in filter(lambda path: path.is_file(), paths):
-        text = path.read_bytes().replace(b"/tmp/plasma", b"")  # fairseq's default
-        assert not re.search(rb"/(work|tmp|root|home)/\w", text), path
+    assert all("value" in entry for entry in ENTRIES.values())
