@@ -60,8 +60,7 @@ def variables(text):
 
 
 TORCHRUN = variables(
-    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 "
-    "MASTER_ADDR=n0 MASTER_PORT=29500"
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2"
 )
 # As SLURM 22.05 sets them for task 3 of `srun -N 2 --ntasks-per-node 2`.
 SRUN = variables(
@@ -78,29 +77,26 @@ HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
 
 
-@pytest.mark.parametrize(
-    ("env", "want"),
-    [
-        (TORCHRUN, Started("torchrun", 5, 8, 1, 4, 1, 2)),
-        (SRUN, Started("srun", 3, 4, 1, 2, 1, 2)),
-        (OPEN_MPI, Started("mpirun", 5, 8, 1, 4, 1, 2)),
-        (HYDRA, Started("mpirun", 5, 8, 1, 4, 1, 2)),
-        # torch's variables alone mean one node
-        (variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"), Started("torchrun", 1, 2, 1, 2, 0, 1)),
-        ({}, None),
-        ({"LOCAL_RANK": "0", "PATH": "/bin"}, None),
-        (BATCH, None),
-        # the innermost: mpirun in a SLURM job starts its daemons with srun
-        ({**SRUN, "SLURM_PROCID": "1", **OPEN_MPI}, Started("mpirun", 5, 8, 1, 4, 1, 2)),
-        ({**SRUN, **OPEN_MPI, **TORCHRUN}, Started("torchrun", 5, 8, 1, 4, 1, 2)),
-        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Started("srun", 3, 4, 1, 2, 1, 2)),
-        (variables("RANK=0 WORLD_SIZE=2"), "RANK=0 is set, but not all of: WORLD_SIZE, LOCAL_RANK"),
-        (variables("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "rank 2 is not below world_size 2"),
-        (variables("RANK=x WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='x' is not a number"),
-        ({**SRUN, "SLURM_NODEID": "5"}, "node_rank 5 is not below num_nodes 2"),
-        (variables("PMI_RANK=1 PMI_SIZE=2"), "PMI_RANK=1 is set, but not all of: PMI_SIZE, PMI_LO"),
-    ],
-)
+@pytest.mark.parametrize("env, want", [
+    (TORCHRUN, Started("torchrun", 5, 8, 1, 4, 1, 2)),
+    (SRUN, Started("srun", 3, 4, 1, 2, 1, 2)),
+    (OPEN_MPI, Started("mpirun", 5, 8, 1, 4, 1, 2)),
+    (HYDRA, Started("mpirun", 5, 8, 1, 4, 1, 2)),
+    # torch's variables alone mean one node
+    (variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"), Started("torchrun", 1, 2, 1, 2, 0, 1)),
+    ({}, None),
+    ({"LOCAL_RANK": "0", "PATH": "/bin"}, None),
+    (BATCH, None),
+    # the innermost: mpirun in a SLURM job starts its daemons with srun
+    ({**SRUN, "SLURM_PROCID": "1", **OPEN_MPI}, Started("mpirun", 5, 8, 1, 4, 1, 2)),
+    ({**SRUN, **OPEN_MPI, **TORCHRUN}, Started("torchrun", 5, 8, 1, 4, 1, 2)),
+    ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, Started("srun", 3, 4, 1, 2, 1, 2)),
+    (variables("RANK=0 WORLD_SIZE=2"), "RANK=0 is set, but not all of: WORLD_SIZE, LOCAL_RANK"),
+    (variables("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0"), "rank 2 is not below world_size 2"),
+    (variables("RANK=x WORLD_SIZE=2 LOCAL_RANK=0"), "RANK='x' is not a number"),
+    ({**SRUN, "SLURM_NODEID": "5"}, "node_rank 5 is not below num_nodes 2"),
+    (variables("PMI_RANK=1 PMI_SIZE=2"), "PMI_RANK=1 is set, but not all of: PMI_SIZE, PMI_LO"),
+])  # fmt: skip
 def test_the_place_that_each_starter_states(env, want):
     if isinstance(want, str):
         with pytest.raises(ValueError, match=re.escape(want)):

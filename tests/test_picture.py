@@ -61,22 +61,24 @@ def write(file, lines, tail=""):
     return file
 
 
+def curves_of(file, lines):
+    """Losses by update in training and validation, what was read, and updates of restarts."""
+    curves = picture.read_log(write(file, lines))
+    losses = ({u: row["loss"] for u, row in each.items()} for each in (curves.train, curves.valid))
+    return *losses, curves
+
+
 def test_curves_take_the_loss_without_the_gate_loss_and_the_last_of_repeated_updates(tmp_path):
     lines = [
-        STAMP + TRAIN.format(10).replace("inner_loss=9.1", "inner_loss=9.9"),
-        STAMP + TRAIN.format(10),
-        STAMP + VALID.format(512, 10),
-        STAMP + "train | epoch 001 | loss 7 | num_updates 10",
-        STAMP + "fairseq_cli.train | end of epoch 1 | ppl 3 | num_updates 11",
-        STAMP + RESUMED,
-        STAMP + VALID.format(256, 10),
-        "[rank 1] warning | loss=1, num_updates=12",
-    ]
-    curves = picture.read_log(write(tmp_path / "train.log", lines))
-    assert {update: row["loss"] for update, row in curves.train.items()} == {10: 9.1}
+        TRAIN.format(10).replace("inner_loss=9.1", "inner_loss=9.9"), TRAIN.format(10),
+        VALID.format(512, 10), "train | epoch 001 | loss 7 | num_updates 10",
+        "fairseq_cli.train | end of epoch 1 | ppl 3 | num_updates 11", RESUMED,
+        VALID.format(256, 10), "[rank 1] warning | loss=1, num_updates=12",
+    ]  # fmt: skip
+    train, valid, curves = curves_of(tmp_path / "train.log", [STAMP + line for line in lines])
+    assert (train, valid, curves.resumed) == ({10: 9.1}, {10: 8.0}, [20])
     assert curves.train[10]["wps"] == 14612.6 and curves.train[10]["moe_drop"] == 11.69
-    assert {u: (row["loss"], row["ppl"]) for u, row in curves.valid.items()} == {10: (8.0, 256.0)}
-    assert curves.resumed == [20]
+    assert curves.valid[10]["ppl"] == 256.0
 
 
 def test_the_file_of_fairseqs_own_log(tmp_path):
@@ -86,10 +88,8 @@ def test_the_file_of_fairseqs_own_log(tmp_path):
     more = json.dumps({"epoch": 2, "update": 1.5, "loss": "7.0", "num_updates": "9"})
     values = {"epoch": 2, "valid_loss": "6", "valid_ppl": "64", "valid_num_updates": "9"}
     valid = f"[2026-01-02 03:04:05,678][valid][INFO] - {json.dumps(values)}"  # Hydra's
-    curves = picture.read_log(write(tmp_path / "log", [start, *lines, start, more, valid]))
-    assert {update: row["loss"] for update, row in curves.train.items()} == {5: 9.1, 9: 7.0}
-    assert {update: row["loss"] for update, row in curves.valid.items()} == {5: 8.0, 9: 6.0}
-    assert curves.resumed == [5]
+    train, valid, curves = curves_of(tmp_path / "log", [start, *lines, start, more, valid])
+    assert (train, valid, curves.resumed) == ({5: 9.1, 9: 7.0}, {5: 8.0, 9: 6.0}, [5])
 
 
 def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
