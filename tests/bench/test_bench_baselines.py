@@ -2,30 +2,36 @@
 
 import pytest
 import torch
+from dense_reference import DenseMoE
+from helpers.assertions import assert_close
 from helpers.benchmarks import program
 from layers import PRESETS, Inputs, LayerShape, experts_alone, make_layer
+from torch.utils.flop_counter import FlopCounterMode
 
-from fairseq_tutel.moe import ExpertRows
+from fairseq_tutel.distributed import build_groups
+from fairseq_tutel.moe import ExpertRows, MoELayer
 
 
 def test_predictions(monkeypatch):
-    """Products and bytes by hand; the review's estimate for meta-1.1t on an H200."""
+    """Products by hand; the review's estimate for meta-1.1t on an H200."""
     import predict
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names.pop())
-    names = ["NVIDIA H200", "NVIDIA A100-SXM4-40GB", "NVIDIA B200", "AMD Instinct MI300X", "RTX"]
-    found = [predict.rates_of(torch.device("cuda", 0)) for _ in list(names)]
-    assert found[0] is None and all(found[1:])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    for name in (
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA B200",
+        "AMD Instinct MI300X",
+        "RTX",
+        "NVIDIA H200",
+    ):
+        rates = predict.rates_of(torch.device("cuda", 0))
+        assert (rates is None) == (name == "RTX")
     assert predict.rates_of(torch.device("cpu")) is None and predict.beside(2.0, None) == {}
-    h200 = found[-1]
-    assert h200.half_flops == pytest.approx(0.78 * 989e12)
-    assert h200.stream == pytest.approx(0.8 * 4.8e12)
-    ms = predict.layer_ms(PRESETS["meta-1.1t"].shape, h200)
+    ms = predict.layer_ms(PRESETS["meta-1.1t"].shape, rates)
     rows = 49152  # 512 ranks x 96 slots
     assert ms["products"] == pytest.approx(1e3 * 12 * rows * 4096 * 16384 / (0.78 * 989e12))
     assert 1.08 < ms["triton"] / ms["products"] < 1.13
     assert ms["products"] < ms["experts"] < ms["triton"] < ms["dense"]
-    assert predict.beside(3.0, 2.0) == {"predicted ms": 2.0, "measured/predicted": 1.5}
 
 
 def test_experts_alone_are_the_layers():
@@ -72,21 +78,58 @@ def test_fewest_bytes_are_those_of_inputs_and_outputs(shape):
         assert moved == fewest, name
 
 
-def test_operations_of_swins_masks():
-    """Against a count by hand: two products of each mask in inference, five in training."""
-    bench_swin = program("swin")
-    preset = bench_swin.Preset("for a test", "tiny", 4, (2,))
-    config, models = bench_swin.build_models(preset, torch.device("cpu"), tiny=True, seed=1)
-    layers = bench_swin.sparse_layers(config, 4)
-    masks = sum(2 * s.tokens * s.experts * s.capacity * s.model_dim for s in layers)
-    experts = sum(4 * s.experts * s.capacity * s.model_dim * s.hidden_dim for s in layers)
-    for mode, products, passes in (("inference", 2, 1), ("training", 5, 3)):
-        names = (bench_swin.OURS, bench_swin.MASKS)
-        how = (config, 4, mode, "float32")
-        pair = [bench_swin.make_case(name, models[name], *how) for name in names]
-        ratio = bench_swin.counted_ratio(*pair, layers, mode)
-        # ratio = own / (own + products of the masks); outer products add 1 / C of one to each
-        own = products * masks * ratio / (1 - ratio)
-        assert own > passes * experts
-        dense = bench_swin.counted_ratio(pair[0], pair[0], layers, mode)
-        assert dense == 1 and ratio < 1
+# tokens, experts, top-k, capacity factor, ranks
+CASES = [
+    (64, 8, 2, 1.0, 0),
+    (37, 4, 1, 1.0, 0),  # T is no multiple of E
+    (37, 5, 3, 2.0, 0),  # all are kept
+    (40, 4, 2, 0.5, 0),  # first and second choices are dropped
+    (9, 3, 3, 1.0, 0),
+    (48, 8, 2, 1.0, 4),  # simulated: several local experts, rows of all ranks
+]
+
+
+def run(module, layer, x, dy):
+    """Output, aux loss and gradients of input and all parameters, by name."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad(set_to_none=True)
+    y, aux = module(x, return_aux=True)
+    torch.autograd.backward((y, aux.loss), (dy, torch.tensor(0.3, dtype=aux.loss.dtype)))
+    grads = {name: param.grad for name, param in layer.named_parameters()}
+    return {"y": y, "loss": aux.loss, "dx": x.grad, **grads}, aux
+
+
+@pytest.mark.parametrize("tokens, experts, top_k, factor, ranks", CASES)
+def test_equals_layer(tokens, experts, top_k, factor, ranks):
+    torch.manual_seed(1)
+    groups = build_groups(experts, simulate_world_size=ranks)
+    options = {"top_k": top_k, "capacity_factor": factor, "groups": groups}
+    layer = MoELayer(12, experts, 20, **options).double()
+    x, dy = torch.randn(2, tokens, 12, dtype=torch.float64)
+    want, want_aux = run(layer, layer, x, dy)
+    got, aux = run(DenseMoE(layer), layer, x, dy)
+    for name in want:
+        assert want[name].abs().max() > 0, name
+        assert_close(name, got[name], want[name], torch.float64)
+    assert aux.load_E.tolist() == want_aux.load_E.tolist()
+    if factor < 1:
+        assert (want["y"] == 0).all(dim=1).any(), "no token was dropped: the case tests nothing"
+
+
+def test_refuses_unknown_options():
+    with pytest.raises(ValueError, match="input_jitter=0.1"):
+        DenseMoE(MoELayer(8, 4, 8, input_jitter=0.1))
+
+
+def test_dispatch_by_masks_grows_with_the_square():
+    """Operations as torch counts them, without those of the experts, which both have."""
+
+    def operations(layer, tokens):
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.randn(tokens, 16))
+        return counter.get_total_flops()
+
+    ours = MoELayer(16, 4, 32, capacity_factor=1.0)
+    assert operations(ours, 512) <= 2 * operations(ours, 256)
+    extra = [operations(DenseMoE(ours), n) - operations(ours, n) for n in (256, 512)]
+    assert extra[1] == 4 * extra[0] > 0

@@ -1,10 +1,6 @@
 """Benchmarks of exchanges, steps and balance at a tiny size on two ranks of this CPU."""
 
-import json
-import sys
-
 import pytest
-from helpers import commands
 from helpers.benchmarks import ratio, rehearse
 
 pytestmark = pytest.mark.long
@@ -23,21 +19,14 @@ def test_alltoall(tmp_path):
             assert derived["busbw GB/s"] == pytest.approx(speed / 2, rel=1e-3)
 
 
-def steps(tmp_path, words):
-    return rehearse("steps", tmp_path, f"--device cpu --tiny {words}", ranks=2)["results"]
-
-
-def test_steps_at_a_forced_load(tmp_path):
-    (found,) = steps(tmp_path, "--mode load --utilisation 60,90 --tokens 500").values()
-    assert list(found["derived"]) == ["60 %", "90 %"]
+def at_a_forced_load(found):
     assert found["derived"]["60 %"]["times faster"] == 1
     for percent in (60, 90):
         measured = found["derived"][f"{percent} %"]["utilisation %"]
         assert measured == pytest.approx(percent, abs=1)
 
 
-def test_share_of_communication(tmp_path):
-    (found,) = steps(tmp_path, "--mode share --experts 4").values()
+def share_of_communication(found):
     raw = {name: of["both"] for name, of in found["raw_ms"].items()}
     for name, derived in found["derived"].items():
         for column, rest in (("communication", "linear, fp32"), ("links alone", name)):
@@ -45,16 +34,23 @@ def test_share_of_communication(tmp_path):
             assert derived[f"{column} %"] == pytest.approx(100 * share, abs=0.1)
 
 
-@pytest.mark.long
-def test_steps_by_r(tmp_path):
-    results = steps(tmp_path, "--mode r --experts 1 --top-k 1 --factors 1,2")
-    assert list(results) == ["f=1", "f=2"]
+def by_r(found):
+    assert set(found["derived"]) == {"r=0", "r=1", "r=2"} == set(found["ms"])
+    assert found["derived"]["r=1"] == {"times faster than r=1": 1, "predicted": 1}
+
+
+@pytest.mark.parametrize("words, points, check", [
+    ("--mode load --utilisation 60,90 --tokens 500", 1, at_a_forced_load),
+    ("--mode share --experts 4", 1, share_of_communication),
+    ("--mode r --experts 1 --top-k 1 --factors 1,2", 2, by_r),
+])  # fmt: skip
+def test_steps(words, points, check, tmp_path):
+    results = rehearse("steps", tmp_path, f"--device cpu --tiny {words}", ranks=2)["results"]
+    assert len(results) == points
     for found in results.values():
-        assert set(found["derived"]) == {"r=0", "r=1", "r=2"} == set(found["ms"])
-        assert found["derived"]["r=1"] == {"times faster than r=1": 1, "predicted": 1}
+        check(found)
 
 
-@pytest.mark.long
 def test_the_tuner_beside_the_best_choice(tmp_path):
     words = "--device cpu --tiny --mode tuner --factors 1,2"
     result = rehearse("steps", tmp_path, words, ranks=2)
@@ -68,11 +64,8 @@ def test_the_tuner_beside_the_best_choice(tmp_path):
         assert set(fixed["ms"]) == expected
         best = min(expected, key=lambda name: fixed["ms"][name]["both"]["p50"])
         assert list(fixed["derived"]) == [best] == [phase["derived"]["best"]["choice"]]
-        assert phase["derived"]["tuner"]["choice"] in expected
         for name in seconds:
-            raw = phase["raw_ms"][name]["both"]
-            assert len(raw) == 5
-            seconds[name] += sum(raw)
+            seconds[name] += sum(phase["raw_ms"][name]["both"])
         over = phase["derived"]["tuner"]["over the best, so far"]
         assert over == pytest.approx(seconds["tuner"] / seconds["best"], rel=1e-3)
     assert [goal["bound"] for goal in result["goals"]] == [1.10]
@@ -85,17 +78,3 @@ def test_balance(tmp_path):
     found = result["results"]["50 %"]
     assert found["loads"] == {"even": [96, 96], "not helped": [192, 0], "helped": [96, 96]}
     assert found["links"]["not helped"] == [[0, 96], [96, 0]] and found["bytes_moved"] > 0
-    assert len(result["goals"]) == 3
-
-
-@pytest.mark.long
-def test_training_by_the_launcher(tmp_path):
-    """A preset of one simulated rank becomes one of real ranks."""
-    path = tmp_path / "train.json"
-    launcher = ["-m", "fairseq_tutel.launch", "--nproc-per-node", "2", "--bind", "none", "--"]
-    program = [sys.executable, "scripts/bench/bench_train.py", "--output", str(path)]
-    words = "--device cpu --preset meta-8gpu-rank --tiny --variants moe"
-    commands.run([sys.executable, *launcher, *program, *words.split()], timeout=120)
-    result = json.loads(path.read_text(encoding="utf-8"))
-    assert (result["world_size"], result["settings"]["experts"]) == (2, 4)
-    assert result["settings"]["simulated_ranks"] == 0
