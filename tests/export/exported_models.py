@@ -25,25 +25,24 @@ NLLB_CASES = {
         "--moe-normalize-gate-prob-before-dropping --moe-gating-use-model-dtype",
 }  # fmt: skip
 CASES = {
-    "top-2, tied": "--share-decoder-input-output-embed",
-    "top-1, untied, two experts": "--moe-expert-count 2 --moe-top-k 1",
-    "top-3, all layers sparse, relu": "--moe-top-k 3 --moe-freq 1 --activation-fn relu",
+    "top-2, tied, masks, weights as they are":
+        "--share-decoder-input-output-embed --moe-eom 0.2 --moe-fom 0.1 --moe-unnormalized-weights",
+    "top-1, untied, two experts, load bias, no positions":
+        "--moe-expert-count 2 --moe-top-k 1 --moe-load-bias quantile --activation-fn gelu_accurate "
+        "--no-token-positional-embeddings",
+    "top-3, all layers sparse, relu, shared expert with a gate":
+        "--moe-top-k 3 --moe-freq 1 --activation-fn relu --moe-shared-expert-ffn-dim 12 "
+        "--moe-shared-expert-gate",
     "swiglu, shared expert, learned positions":
         "--moe-expert-network swiglu --moe-shared-expert-ffn-dim 12 --decoder-learned-pos "
         "--moe-expert-ffn-dim 20 --share-decoder-input-output-embed",
     "geglu with biases, sigmoid, load bias":
         "--moe-expert-network geglu --moe-geglu-bias --moe-score-function sigmoid "
         "--moe-load-bias sign --moe-route-scale 1.5 --no-scale-embedding --no-decoder-final-norm",
-    "softmax, load bias, no positions":
-        "--moe-load-bias quantile --no-token-positional-embeddings --activation-fn gelu_accurate",
-    "clamped swiglu with biases":
+    "clamped swiglu with biases, groups, frozen bias":
         "--moe-expert-network clamped_swiglu --moe-clamped-swiglu-bias "
-        "--moe-clamped-swiglu-limit 0.5",
-    "shared expert with a gate": "--moe-shared-expert-ffn-dim 12 --moe-shared-expert-gate",
-    "groups, frozen bias":
-        "--moe-expert-count 6 --moe-num-expert-groups 3 --moe-top-groups 2 --moe-load-bias frozen "
-        "--moe-score-function sigmoid",
-    "masks, weights as they are": "--moe-eom 0.2 --moe-fom 0.1 --moe-unnormalized-weights",
+        "--moe-clamped-swiglu-limit 0.5 --moe-expert-count 6 --moe-num-expert-groups 3 "
+        "--moe-top-groups 2 --moe-load-bias frozen --moe-score-function sigmoid",
 }  # fmt: skip
 
 
@@ -88,16 +87,11 @@ def _saved(folder: Path, trainer, scale: float, task: dict) -> Saved:
                 value.add_(0.1 * torch.randn_like(value))
     path = folder / "checkpoint_last.pt"
     save(trainer, path)
-    _name_data(folder, task)
-    return Saved(path, write_dictionary(folder), model.eval())
-
-
-def _name_data(folder: Path, task: dict) -> None:
-    """As if it had been trained on a data-bin there; the task was a dummy."""
-    file = member(folder / "checkpoint_last.pt", "shared")
+    file = member(path, "shared")  # as if trained on a data-bin there; the task was a dummy
     state = torch.load(file, weights_only=False)
     state["cfg"]["task"] = {"data": str(folder), **task}
     torch.save(state, file)
+    return Saved(path, write_dictionary(folder), model.eval())
 
 
 def write_dictionary(folder: Path, symbols=None, name: str = "dict.txt") -> Path:

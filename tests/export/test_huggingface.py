@@ -5,12 +5,14 @@ import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from exported_models import (
     CASES,
     VOCABULARY,
+    Saved,
     generate,
     interactive,
     logits_of,
@@ -19,6 +21,7 @@ from exported_models import (
     write_dictionary,
 )
 from helpers.assertions import assert_same_state
+from helpers.commands import ROOT
 from helpers.golden import GOLDEN
 
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
@@ -26,10 +29,6 @@ from fairseq_tutel.export import TokenizerFiles, export_huggingface
 transformers = pytest.importorskip("transformers", minversion="5")
 
 pytestmark = pytest.mark.extras
-
-
-# programs of the quickstart are files, not a package
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "quickstart"
 
 
 def load(folder, **options):
@@ -74,10 +73,8 @@ def test_half_weights_stay_half(tmp_path):
     saved = make(tmp_path, "--moe-load-bias sign")
     for file in tmp_path.glob("*-*.pt"):
         state = torch.load(file, weights_only=False)
-        state["model"] = {
-            key: value if "load_bias" in key else value.bfloat16()
-            for key, value in state["model"].items()
-        }
+        for key, value in state["model"].items():
+            state["model"][key] = value if "load_bias" in key else value.bfloat16()
         torch.save(state, file)
     export_huggingface(saved.path, tmp_path / "m", TokenizerFiles(saved.data))
     model = load(tmp_path / "m")
@@ -103,115 +100,91 @@ def test_files_of_metas_own_code_are_exported(tmp_path):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    return make(folder, "--share-decoder-input-output-embed", scale=6.0, positions=40)
+PROMPTS = ["", "w5", "w3 w4 w1 w22 w0", "w9 w8 w7"]
+
+
+class Exported(NamedTuple):
+    saved: Saved
+    folder: Path
+    model: torch.nn.Module
+    tokenizer: transformers.PreTrainedTokenizerBase
 
 
 @pytest.fixture(scope="module")
-def exported(saved):
-    return export_huggingface(saved.path, saved.data / "m", TokenizerFiles(saved.data))
+def ours(tmp_path_factory):
+    options = "--share-decoder-input-output-embed"
+    saved = make(tmp_path_factory.mktemp("model"), options, scale=6.0, positions=40)
+    folder = export_huggingface(saved.path, saved.data / "m", TokenizerFiles(saved.data))
+    return Exported(saved, folder, load(folder), load_tokenizer(folder))
 
 
-@pytest.fixture(scope="module")
-def model(exported):
-    return load(exported)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(exported):
-    return load_tokenizer(exported)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return ["", "w5", "w3 w4 w1 w22 w0", "w9 w8 w7"]
-
-
-def hypotheses_of_fairseq(programs, saved, prompts, *words):
-    return interactive(programs, saved, prompts, "--task", "language_modeling", *words)
-
-
-def continued(model, tokenizer, prompt, length, **options):
-    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    found = generate(model, {"input_ids": tokens}, length, **options)
-    texts = []
+def continued(ours, prompt, length, **options):
+    """Texts, what ``generate`` returns, and the logarithm of the probability of the prompt."""
+    tokens, texts = ours.tokenizer(prompt, return_tensors="pt")["input_ids"], []
+    found = generate(ours.model, {"input_ids": tokens}, length, **options)
     for numbers in found.sequences.tolist():
         numbers = numbers[1 : numbers.index(2, 1)]  # up to </s>; fairseq does not print <s>
-        texts.append(" ".join(tokenizer.convert_ids_to_tokens([n for n in numbers if n])))
-    return texts, found
-
-
-def score_of(model, tokens):
-    """Logarithm of the probability of the tokens behind the first, which is given."""
-    logits = logits_there(model, tokens)[0, :-1].log_softmax(-1)
-    return logits.gather(-1, tokens[0, 1:, None]).sum().item()
+        texts.append(" ".join(ours.tokenizer.convert_ids_to_tokens([n for n in numbers if n])))
+    logits = logits_there(ours.model, tokens)[0, :-1].log_softmax(-1)
+    return texts, found, logits.gather(-1, tokens[0, 1:, None]).sum().item()
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_beam_search_is_that_of_fairseq(normalized, model, tokenizer, saved, prompts, programs):
+def test_beam_search_is_that_of_fairseq(normalized, ours, programs):
     """All hypotheses in order, and their scores, which fairseq divides by another length if it
     has a prompt."""
-    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "14")
+    words = ("--task", "language_modeling", "--beam", "4", "--nbest", "4", "--max-len-b", "14")
     words += () if normalized else ("--unnormalized",)
-    prompts = [""] if normalized else prompts
-    want = hypotheses_of_fairseq(programs, saved, prompts, *words)
+    prompts = [""] if normalized else PROMPTS
+    want = interactive(programs, ours.saved, prompts, *words)
     for prompt, hypotheses in zip(prompts, want, strict=True):
-        texts, found = continued(
-            model, tokenizer, prompt, 14, num_beams=4, num_return_sequences=4,
-            early_stopping=True, length_penalty=float(normalized),
+        texts, found, given = continued(
+            ours, prompt, 14, num_beams=4, num_return_sequences=4, early_stopping=True,
+            length_penalty=float(normalized),
         )  # fmt: skip
         # fairseq's scores have those of the prompt's words in them
-        given = score_of(model, tokenizer(prompt, return_tensors="pt")["input_ids"])
-        assert texts == [text for _, text in hypotheses]
+        assert texts == [text for _, text in hypotheses] and len(set(texts)) == 4
         scores = [score for score, _ in hypotheses]
         assert (found.sequences_scores + given).tolist() == pytest.approx(scores, abs=2e-4)
-        assert len(set(texts)) == 4
 
 
-def test_left_padding_changes_nothing(model, tokenizer, prompts):
-    batch = tokenizer(prompts, padding=True, return_tensors="pt")
-    assert batch["input_ids"][0, 0] == tokenizer.pad_token_id
-    together = logits_there(model, batch["input_ids"], attention_mask=batch["attention_mask"])
-    options = {"max_new_tokens": 6, "do_sample": False}
-    continued_together = model.generate(**batch, **options)
-    for row, prompt in enumerate(prompts):
-        one = tokenizer(prompt, return_tensors="pt")
-        alone = logits_there(model, one["input_ids"])[0]
-        torch.testing.assert_close(together[row, -len(alone) :], alone, rtol=1e-5, atol=1e-5)
-        got = continued_together[row, -6:]
-        assert got.tolist() == model.generate(**one, **options)[0, -6:].tolist()
-
-
-def test_caches_agree(model, tokenizer, prompts):
-    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+def test_left_padding_and_caches_change_nothing(ours):
+    batch = ours.tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    assert batch["input_ids"][0, 0] == ours.tokenizer.pad_token_id
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_logits": True}
-    want = model.generate(**batch, use_cache=False, **options)
+    want = ours.model.generate(**batch, use_cache=False, **options)
     for cache in ("dynamic", "static"):
-        got = model.generate(**batch, cache_implementation=cache, **options)
+        got = ours.model.generate(**batch, cache_implementation=cache, **options)
         assert torch.equal(got.sequences, want.sequences)
-        for ours, theirs in zip(got.logits, want.logits, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
+    mask = batch["attention_mask"]
+    together = logits_there(ours.model, batch["input_ids"], attention_mask=mask)
+    for row, prompt in enumerate(PROMPTS):
+        one = ours.tokenizer(prompt, return_tensors="pt")
+        alone = logits_there(ours.model, one["input_ids"])[0]
+        torch.testing.assert_close(together[row, -len(alone) :], alone, rtol=1e-5, atol=1e-5)
+        got = ours.model.generate(**one, **options).sequences[0, one["input_ids"].shape[1] :]
+        assert torch.equal(got, want.sequences[row, mask.shape[1] :][: len(got)])
 
 
-def test_the_program_of_the_model_card_runs(exported, monkeypatch, capsys):
-    monkeypatch.chdir(exported.parent)
-    exec((exported / "README.md").read_text().split("```")[1].removeprefix("python\n"), {})
+def test_the_program_of_the_model_card_runs(ours, monkeypatch, capsys):
+    monkeypatch.chdir(ours.folder.parent)
+    exec((ours.folder / "README.md").read_text().split("```")[1].removeprefix("python\n"), {})
     assert capsys.readouterr().out.startswith("['")
 
 
-def test_it_is_saved_and_loaded_again(model, tokenizer, tmp_path):
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    tokens = sentences()
+def test_it_is_saved_and_loaded_again(ours, tmp_path):
+    ours.model.save_pretrained(tmp_path)
+    ours.tokenizer.save_pretrained(tmp_path)
     again = load(tmp_path)
-    assert_same_state(again.state_dict(), model.state_dict())
-    torch.testing.assert_close(logits_there(again, tokens), logits_there(model, tokens))
-    text = " ".join(tokenizer.convert_ids_to_tokens(range(4, 9)))
+    assert_same_state(again.state_dict(), ours.model.state_dict())
+    torch.testing.assert_close(
+        logits_there(again, sentences()), logits_there(ours.model, sentences())
+    )
+    text = " ".join(ours.tokenizer.convert_ids_to_tokens(range(4, 9)))
     want = {"input_ids": [2, 4, 5, 6, 7, 8], "attention_mask": [1] * 6}
-    assert load_tokenizer(tmp_path)(text) == tokenizer(text) == want
+    assert load_tokenizer(tmp_path)(text) == ours.tokenizer(text) == want
 
 
 def without_sentencepiece(monkeypatch):
@@ -257,9 +230,8 @@ def test_sentencepieces_are_those_of_fairseq(tmp_path, monkeypatch):
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "spm"), model_type="bpe",
         vocab_size=VOCABULARY - 1, hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
-    reference = SentencepieceBPE(
-        SentencepieceConfig(sentencepiece_model=str(tmp_path / "spm.model"))
-    )
+    config = SentencepieceConfig(sentencepiece_model=str(tmp_path / "spm.model"))
+    reference = SentencepieceBPE(config)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
     symbols = [pieces.id_to_piece(number) for number in range(3, pieces.get_piece_size())]
     symbols += [f"madeupword{number:04}" for number in range(VOCABULARY - 4 - len(symbols))]
@@ -267,11 +239,10 @@ def test_sentencepieces_are_those_of_fairseq(tmp_path, monkeypatch):
     write_dictionary(tmp_path, symbols)
     files = TokenizerFiles(tmp_path, sentencepiece_model=tmp_path / "spm.model")
     export_huggingface(path, tmp_path / "m", files)
-    tokenizer = load_tokenizer(tmp_path / "m")
-    assert_tokens(tmp_path, tokenizer, reference.encode, reference.decode)
-    tokenizer.save_pretrained(tmp_path / "again")
-    tokenizer = load_tokenizer(tmp_path / "again")
-    assert_tokens(tmp_path, tokenizer, reference.encode, reference.decode)
+    load_tokenizer(tmp_path / "m").save_pretrained(tmp_path / "again")
+    for name in ("m", "again"):
+        tokenizer = load_tokenizer(tmp_path / name)
+        assert_tokens(tmp_path, tokenizer, reference.encode, reference.decode)
     pair = tokenizer("a cat", "on the mat</s>")["input_ids"]
     assert pair == [*tokenizer("a cat")["input_ids"], *tokenizer("on the mat")["input_ids"][1:], 2]
     without_sentencepiece(monkeypatch)
@@ -279,20 +250,17 @@ def test_sentencepieces_are_those_of_fairseq(tmp_path, monkeypatch):
         load_tokenizer(tmp_path / "m")
 
 
-def test_the_quickstart_compares_what_it_exported(saved, exported, tmp_path, monkeypatch):
+def test_the_quickstart_compares_what_it_exported(ours, tmp_path, monkeypatch):
     """And notices a weight that differs."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    compare = import_module("compare_export")
-    texts = ["", "w3 w4 w1", "w9"]
-    (tmp_path / "texts").write_text("".join(f"{text}\n" for text in texts))
-    words = [saved.path, exported, tmp_path / "texts", "--data", saved.data]
-    assert compare.main(list(map(str, words))) == 0
-    worse = shutil.copytree(exported, tmp_path / "worse")
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "quickstart")
+    (tmp_path / "texts").write_text("\nw3 w4 w1\nw9\n")
+    worse = shutil.copytree(ours.folder, tmp_path / "worse")
     with (worse / "model.safetensors").open("r+b") as file:
         file.seek(-200, 2)
         file.write(bytes([60]) * 40)
-    words[1] = worse
-    assert compare.main(list(map(str, words))) == 1
+    for folder, status in ((ours.folder, 0), (worse, 1)):
+        words = [ours.saved.path, folder, tmp_path / "texts", "--data", ours.saved.data]
+        assert import_module("compare_export").main(list(map(str, words))) == status
 
 
 def test_byte_pairs_are_those_of_fairseq(tmp_path, monkeypatch):
@@ -321,13 +289,13 @@ def test_byte_pairs_are_those_of_fairseq(tmp_path, monkeypatch):
     assert_tokens(tmp_path, tokenizer, cut, lambda text: reference.decode(map(int, text.split())))
 
 
-def test_words_are_those_of_fairseq(exported, saved, monkeypatch):
+def test_words_are_those_of_fairseq(ours, monkeypatch):
     """Every kind of white space separates them; sentencepiece is not needed."""
     from fairseq.data import Dictionary
 
     without_sentencepiece(monkeypatch)
-    tokenizer = load_tokenizer(exported)
-    dictionary = Dictionary.load(str(saved.data / "dict.txt"))
+    tokenizer = load_tokenizer(ours.folder)
+    dictionary = Dictionary.load(str(ours.saved.data / "dict.txt"))
     assert tokenizer.convert_ids_to_tokens(range(len(dictionary))) == dictionary.symbols
     spaces = [chr(code) for code in range(sys.maxunicode + 1) if chr(code).isspace()]
     assert len(spaces) > 20
@@ -339,21 +307,5 @@ def test_words_are_those_of_fairseq(exported, saved, monkeypatch):
     ):
         want = dictionary.encode_line(text, add_if_not_exist=False).tolist()
         assert tokenizer(text)["input_ids"] == [2, *want[:-1]]
-        assert load_tokenizer(exported).encode(text, add_special_tokens=False) == want[:-1]
+        assert tokenizer.encode(text, add_special_tokens=False) == want[:-1]
     assert tokenizer.decode([2, 6, 5]) == f"</s> {dictionary[6]} {dictionary[5]}"
-
-
-def test_a_symbol_that_is_listed_twice_has_its_later_number(tmp_path):
-    from fairseq.data import Dictionary
-
-    path = make(tmp_path, "--add-bos-token").path
-    symbols = [f"w{number}" for number in range(VOCABULARY - 5)]
-    write_dictionary(tmp_path, symbols)
-    with (tmp_path / "dict.txt").open("a") as file:
-        file.write("w3 1 #fairseq:overwrite\n")
-    export_huggingface(path, tmp_path / "m", TokenizerFiles(tmp_path))
-    tokenizer = load_tokenizer(tmp_path / "m")
-    want = Dictionary.load(str(tmp_path / "dict.txt")).encode_line("w2 w3", add_if_not_exist=False)
-    assert want[:-1].tolist() == [6, VOCABULARY - 1]
-    assert tokenizer("w2 w3")["input_ids"] == [0, 6, VOCABULARY - 1]  # behind <s>
-    assert len(tokenizer) == VOCABULARY

@@ -37,22 +37,20 @@ def test_export_import_and_export_are_equal_to_the_bit(case, tmp_path, capsys):
     want = {k: v for k, v in saved.model.state_dict().items() if not k.endswith(no_weights)}
     assert_same_state(state, want)
     # the dictionary is in the folder that was imported
-    export_huggingface(
-        path, tmp_path / "two", TokenizerFiles(path.parent / "dict.txt"), max_bytes=9000
-    )
+    dictionary = path.parent / "dict.txt"
+    export_huggingface(path, tmp_path / "two", TokenizerFiles(dictionary), max_bytes=9000)
     files = {each.name for each in (tmp_path / "one").iterdir()}
     assert files == {each.name for each in (tmp_path / "two").iterdir()}
     files.remove("README.md")  # has the folder's name
     for name in files:
         one, two = (tmp_path / folder / name for folder in ("one", "two"))
         assert one.read_bytes() == two.read_bytes(), name
-        assert one.stat().st_mode == (path.parent / "dict.txt").stat().st_mode, name  # the umask's
+        assert one.stat().st_mode == dictionary.stat().st_mode, name  # the umask's
 
 
-@pytest.mark.parametrize(
-    "create, config, batch",
-    [(make, make_config, make_batch), (make_translation, pair_config, make_pairs)],
-)
+@pytest.mark.parametrize("create, config, batch", [
+    (make, make_config, make_batch), (make_translation, pair_config, make_pairs),
+])  # fmt: skip
 def test_the_flags_that_it_prints_train_on(create, config, batch, tmp_path, capsys, caplog):
     """fairseq's trainer loads the set, and the first loss is that of the model."""
     saved = create(tmp_path)
@@ -108,23 +106,13 @@ WEIGHT = "model.encoder.layers.0.ffn.fc1.weight"
 DAMAGED = {
     "config.json": (b"", b"[3]", b"\xff", b"[" * 10**5),
     "generation_config.json": (b"text", b"[[1, [2]]]"),
-    "tokenizer.json": (
-        b"[3]",
-        b'{"model": 3}',
-        b'{"model": {"vocab": [3]}}',
-        b'{"added_tokens": [3]}',
-    ),
+    "tokenizer.json":
+        (b"[3]", b'{"model": 3}', b'{"model": {"vocab": [3]}}', b'{"added_tokens": [3]}'),
     "vocab.json": (b"[3]", b"{"),
     "model.safetensors.index.json": (b"3", b'{"weight_map": [3]}', b'{"weight_map": {"a": 3}}'),
     "model.safetensors": (b"", b"text" * 9),
-    WEIGHT: (
-        torch.Tensor.t,
-        torch.Tensor.flatten,
-        torch.Tensor.long,
-        lambda w: w[:-1],
-        lambda w: w[:0],
-    ),
-}
+    WEIGHT: (torch.Tensor.t, torch.Tensor.flatten, torch.Tensor.long, lambda w: w[:-1]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGED)

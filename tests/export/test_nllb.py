@@ -15,6 +15,8 @@ from exported_models import (
 
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
 
+pytestmark = pytest.mark.extras
+
 LANGUAGES = (
     "--task translation_multi_simple_epoch --langs de,en --lang-pairs de-en -s de -t en "
     "--encoder-langtok src --decoder-langtok"
@@ -22,68 +24,38 @@ LANGUAGES = (
 
 
 @pytest.fixture(autouse=True)
-def transformers():
-    """The library, with its class as it was before version 5."""
-    found = pytest.importorskip("transformers")
+def as_before_version_5():
+    pytest.importorskip("transformers")
     from fairseq_tutel.integrations.transformers import repair_nllb_moe
 
     repair_nllb_moe()
-    return found
 
 
-def load(folder, **options):
+def load(folder):
     from transformers import AutoModelForSeq2SeqLM
 
-    return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto", **options).eval()
+    return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto").eval()
 
 
-def pairs():
-    """Sources and decoder inputs, padded as fairseq pads them; and the mask of the sources."""
-    generator = torch.Generator().manual_seed(2)
-    sources = torch.randint(4, VOCABULARY, (4, 7), generator=generator)
-    given = torch.randint(4, VOCABULARY, (4, 5), generator=generator)
-    sources[:, -1], given[:, 0] = 2, 2
-    for row, padding in enumerate((0, 3, 1, 4)):
-        sources[row, :padding] = 1
-    return sources, given, sources.ne(1)
-
-
-@torch.no_grad()
-def both(folder, model):
-    sources, given, mask = pairs()
-    want = model(sources, mask.sum(1), given)[0]
-    options = {"attention_mask": mask.long(), "decoder_input_ids": given}
-    return load(folder)(sources, **options).logits, want
-
-
-@pytest.mark.extras
 @pytest.mark.parametrize("options", NLLB_CASES.values(), ids=NLLB_CASES)
 def test_logits_are_those_of_fairseq(options, tmp_path):
     saved = make_translation(tmp_path, options)
     folder = export_huggingface(saved.path, tmp_path / "m", max_bytes=9000)
     assert not list(folder.glob("*.py"))
-    got, want = both(folder, saved.model)
+    # padded as fairseq pads them
+    sources, given = torch.randint(4, VOCABULARY, (2, 4, 7))
+    sources[:, -1], given[:, 0] = 2, 2
+    for row, padding in enumerate((0, 3, 1, 4)):
+        sources[row, :padding] = 1
+    mask = sources.ne(1)
+    with torch.no_grad():
+        want = saved.model(sources, mask.sum(1), given)[0]
+        got = load(folder)(sources, attention_mask=mask.long(), decoder_input_ids=given).logits
     assert want.std() > 0.1
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return make_translation(tmp_path_factory.mktemp("model"), "--moe-eom 0.1", scale=6.0)
-
-
-@pytest.fixture(scope="module")
-def exported(saved):
-    return export_huggingface(saved.path, saved.data / "m")
-
-
 SENTENCES = ["w5", "w3 w4 w1 w22 w0", "w9 w8 w7", "nothing w2"]
-
-
-def hypotheses_of_fairseq(programs, saved, *words):
-    """Of every sentence, without the token of the language."""
-    found = interactive(programs, saved, SENTENCES, *LANGUAGES.split(), *words)
-    return [[(s, text.removeprefix("__en__").strip()) for s, text in each] for each in found]
 
 
 def translated(folder, sentence, length, **options):
@@ -101,19 +73,19 @@ def translated(folder, sentence, length, **options):
     return texts, found
 
 
-@pytest.mark.extras
-def test_beam_search_is_that_of_fairseq(exported, saved, programs):
+def test_beam_search_is_that_of_fairseq(programs, tmp_path):
     """All hypotheses in their order; fairseq's scores have that of the language token in them."""
-    words = ("--beam", "4", "--nbest", "4", "--max-len-b", "12", "--unnormalized")
-    want = hypotheses_of_fairseq(programs, saved, *words)
+    saved = make_translation(tmp_path, "--moe-eom 0.1", scale=6.0)
+    folder = export_huggingface(saved.path, tmp_path / "m")
+    words = (*LANGUAGES.split(), "--beam", "4", "--nbest", "4", "--max-len-b", "12")
+    want = interactive(programs, saved, SENTENCES, *words, "--unnormalized")
     for sentence, hypotheses in zip(SENTENCES, want, strict=True):
         texts, found = translated(
-            exported, sentence, 12, num_beams=4, num_return_sequences=4, early_stopping=True,
+            folder, sentence, 12, num_beams=4, num_return_sequences=4, early_stopping=True,
             length_penalty=0.0,
         )  # fmt: skip
-        assert texts == [text for _, text in hypotheses]
-        scores = torch.tensor([score for score, _ in hypotheses])
-        given = scores - found.sequences_scores
+        assert texts == [text.removeprefix("__en__").strip() for _, text in hypotheses]
+        given = torch.tensor([score for score, _ in hypotheses]) - found.sequences_scores
         torch.testing.assert_close(given, given[:1].expand(4), rtol=0, atol=2e-4)
         assert given[0] < -0.1
 
@@ -121,7 +93,6 @@ def test_beam_search_is_that_of_fairseq(exported, saved, programs):
 TEXTS = ["a cat sat on the mat.", "  two  words ", "naïve – 你好!", "zzz qqq", "", " ", "\ta\n cat"]
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_pieces_are_those_of_fairseq(kind, tmp_path, caplog):
     """Sentencepiece's, as numbers of the dictionary; the language token is a part of the text."""
