@@ -12,7 +12,6 @@ from helpers.distributed import run_ranks
 from helpers.examples import SWIN_MOE as FOLDER
 from helpers.examples import example
 
-from fairseq_tutel import training
 from fairseq_tutel.distributed import process_world
 
 
@@ -84,44 +83,15 @@ def test_a_folder_of_images_trains_and_is_resumed(tmp_path):
             folder.mkdir(parents=True)
             for number in range(4):
                 image.new("RGB", (40, 30), (shade + number,) * 3).save(folder / f"{number}.png")
-    command = [sys.executable, str(FOLDER / "train.py"), "--data", str(tmp_path / "images"),
-               "--batch-size", "4", "--save-dir", str(tmp_path / "run")]  # fmt: skip
-    first = subprocess.run([*command, "--epochs", "2"], capture_output=True, text=True, timeout=200)
+
+    def train(data, *words):
+        command = [sys.executable, str(FOLDER / "train.py"), "--data", str(data), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+    words = ("--batch-size", "4", "--save-dir", str(tmp_path / "run"), "--epochs")
+    first, more = (train(tmp_path / "images", *words, epochs) for epochs in "23")
     assert first.returncode == 0 and "8 images of 2 classes, 8 held out" in first.stdout
-    more = subprocess.run([*command, "--epochs", "3"], capture_output=True, text=True, timeout=200)
-    assert re.findall("^resumed after epoch 2|^epoch 3/3", more.stdout, re.M) == [
-        "resumed after epoch 2", "epoch 3/3",
-    ]  # fmt: skip
-    wrong = subprocess.run(
-        [*command[:3], str(tmp_path)], capture_output=True, text=True, timeout=200
-    )
+    lines = re.findall("^resumed after epoch 2|^epoch 3/3", more.stdout, re.M)
+    assert lines == ["resumed after epoch 2", "epoch 3/3"]
+    wrong = train(tmp_path)
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
-
-
-def test_recomputed_blocks_give_the_same_gradients_and_keep_less():
-    model = example("model")
-    torch.manual_seed(0)
-    plain = dict(model.MOE, gate_noise=0.0, load_importance_loss=False)
-    config = replace(model.PRESETS["tiny"], drop_path=0.0, moe=plain)
-    net, images = model.SwinMoE(config), torch.randn(4, 1, 32, 32)
-    found = []
-    for recompute in (False, True):
-        net.config = replace(config, recompute=recompute)
-        net.zero_grad()
-        calls = []
-        norm = net.layers[0].blocks[0].norm1
-        hook = norm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        kept_bytes = []
-        count = lambda x, kept_bytes=kept_bytes: kept_bytes.append(x.nbytes) or x  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            with training.collect_aux(net) as aux:
-                loss = net(images).square().mean()
-            total = loss + 0.01 * aux.loss
-        total.backward()
-        hook.remove()
-        grads = {name: p.grad for name, p in net.named_parameters() if p.requires_grad}
-        found.append((total, grads, len(calls), sum(kept_bytes)))
-    (kept, grads, once, most), (again, others, twice, least) = found
-    assert (once, twice) == (1, 2) and 0 < 4 * least < most
-    torch.testing.assert_close(again, kept)
-    torch.testing.assert_close(others, grads)
