@@ -1,12 +1,10 @@
 """``replace_ffn`` on models of timm: the same outputs, and what is refused."""
 
-import importlib.metadata
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.commands import ROOT
 from helpers.replaced import check_that_copies_change_nothing
 from helpers.vision import import_timm
 
@@ -14,20 +12,18 @@ from fairseq_tutel.moe import MoELayer, replace_ffn
 
 pytestmark = pytest.mark.extras
 
-ROOT = Path(__file__).parents[3]
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32}
 PLAIN = {**SIZES, "depth": 4, "num_heads": 4}
+SWIN = {
+    **SIZES, "depths": (2, 4), "num_heads": (2, 4), "window_size": 2, "drop_path_rate": 0.0,
+}  # fmt: skip
 CONV = {"depths": (1, 1, 2, 2), "dims": (8, 8, 16, 16), "ls_init_value": 1.0}
 # name, options, blocks by name
 MODELS = {
     "vit": ("vit_tiny_patch16_224", PLAIN, r"\.mlp$"),
     "deit": ("deit_tiny_distilled_patch16_224", PLAIN, r"\.mlp$"),
     "beit": ("beit_base_patch16_224", PLAIN, r"\.mlp$"),
-    "swinv2": (
-        "swinv2_tiny_window8_256",
-        {**SIZES, "depths": (2, 4), "num_heads": (2, 4), "window_size": 2, "drop_path_rate": 0.0},
-        r"layers\.1\.blocks\.\d+\.mlp$",
-    ),
+    "swinv2": ("swinv2_tiny_window8_256", SWIN, r"layers\.1\.blocks\.\d+\.mlp$"),
     "mixer": ("MlpMixer", {**SIZES, "num_blocks": 4}, r"\.mlp_channels$"),
     "convnext": ("convnext_tiny", CONV, r"stages\.[23]\.blocks\.\d+\.mlp$"),
 }
@@ -88,14 +84,3 @@ def test_the_pages_program_makes_swinv2_moe_of_timms_swinv2():
     for name in layers:  # the norm after it starts at 0: nothing comes back through that yet
         assert model.get_submodule(name.replace("mlp", "norm2")).weight.grad.abs().sum() > 0
         assert model.get_submodule(name).gate.wg.weight.grad.abs().sum() > 0
-
-
-def test_torchvision_is_that_of_the_pinned_torch():
-    """The extra [vision] and these tests take no other torch than the one that is there."""
-    import_timm()
-    pin = re.search(r"^torch==(.*)$", (ROOT / "scripts/constraints.txt").read_text(), re.M)[1]
-    folder = str(Path(importlib.util.find_spec("torchvision").origin).parents[1])
-    (found,) = importlib.metadata.distributions(name="torchvision", path=[folder])
-    wanted = [each for each in found.requires if "torch" in each]
-    assert [re.sub("[() ]", "", each) for each in wanted] == [f"torch=={pin}"]
-    assert torch.__version__.partition("+")[0] == pin

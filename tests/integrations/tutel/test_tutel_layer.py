@@ -1,7 +1,10 @@
 """Tutel's interface in one process, beside loops in fp64."""
 
 import copy
+import importlib
 import itertools
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,25 +12,21 @@ from helpers import tutel_loop
 from torch import nn
 from torch.nn import functional
 
+from fairseq_tutel.integrations import tutel
+from fairseq_tutel.integrations.tutel import __main__ as command
 from fairseq_tutel.integrations.tutel import moe, system
 
 M, F, E, T = 6, 8, 4, 13
 CAPACITIES = (1.25, 1.0, 0.5, 0.0, -1.0, -0.5)
 FFN = {"type": "ffn", "num_experts_per_device": E, "hidden_size_per_expert": F}
+# options of the layer, and of the loop
 EACH = {
-    "plain": {},
-    "priority": {"batch_prioritized_routing": True},
-    "raw weights": {"normalize_gate": False},
-    "scores before": {"is_postscore": False},
-    "overlap": {"a2a_ffn_overlap_degree": 3},
-    "r = 0": {"parallel_type": "adaptive:0"},
-}
-IN_LOOP = {
-    "priority": {"priority": True},
-    "raw weights": {"normalize": False},
-    "scores before": {"postscore": False},
-    "overlap": {"alignment": 3},
-}
+    "plain": ({}, {}), "priority": ({"batch_prioritized_routing": True}, {"priority": True}),
+    "raw weights": ({"normalize_gate": False}, {"normalize": False}),
+    "scores before": ({"is_postscore": False}, {"postscore": False}),
+    "overlap": ({"a2a_ffn_overlap_degree": 3}, {"alignment": 3}),
+    "r = 0": ({"parallel_type": "adaptive:0"}, {}),
+}  # fmt: skip
 
 
 def make(gate=None, experts=None, dtype=torch.float64, **options):
@@ -56,29 +55,24 @@ def compare(layer, x, expert, call, *, in_loop, tolerance=1e-10):
 
 @pytest.mark.parametrize("kind", EACH)
 def test_layer_is_a_loop_over_tokens(kind):
-    layer, expert = make(**EACH[kind]), None
+    options, in_loop = EACH[kind]
+    layer = make(**options)
     expert = tutel_loop.ffn(dict(layer.experts.named_parameters()))
     for number, factor in enumerate(CAPACITIES, list(EACH).index(kind)):
         top_k = 1 + number % 4  # a kind has each once at least, and so has a factor
         call = {"top_k": top_k, "capacity_factor": factor}
-        in_loop = {"top_k": top_k, "factor": factor} | IN_LOOP.get(kind, {})
+        in_loop = {**in_loop, "top_k": top_k, "factor": factor}
         compare(layer, torch.randn(T, M).double(), expert, call, in_loop=in_loop)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "autocast"])
-def test_other_dtypes_round_the_same_layer(dtype):
-    tolerance = {"float32": 1e-5, "float16": 0.02}.get(dtype, 0.1)
+@pytest.mark.parametrize("dtype, autocast", [(torch.bfloat16, False), (torch.float32, True)])
+def test_other_dtypes_round_the_same_layer(dtype, autocast):
     exact = make({"fp32_gate": True, "capacity_factor": 0.0})
-    layer, x = copy.deepcopy(exact), torch.randn(T, M)
-    if dtype == "autocast":
-        layer.float()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-    else:
-        x = x.to(getattr(torch, dtype))
-        y = layer.to(x.dtype)(x)
-    assert y.dtype == x.dtype
-    torch.testing.assert_close(y.double(), exact(x.double()), atol=tolerance, rtol=tolerance)
+    layer, x = copy.deepcopy(exact).to(dtype), torch.randn(T, M).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), exact(x.double()), atol=0.1, rtol=0.1)
 
 
 class Experts(nn.Module):
@@ -149,7 +143,7 @@ def test_several_gates_and_results():
     torch.testing.assert_close(logits, cosine / 0.5)
 
 
-def test_load_loss_and_noise_are_those_of_the_definition():
+def test_load_loss_and_noise_are_those_of_the_definition(monkeypatch):
     layer = make({"gate_noise": 2.0, "k": 2}, is_gshard_loss=False)
     x = torch.randn(T, M).double()
     torch.manual_seed(4)
@@ -165,6 +159,9 @@ def test_load_loss_and_noise_are_those_of_the_definition():
     torch.testing.assert_close(found, sum(terms) / 2)
     with pytest.raises(ValueError, match="gate_noise above 0"):
         make(is_gshard_loss=False)(x)
+    monkeypatch.setenv("SKIP_MOE", "1")
+    with pytest.raises(ValueError, match="SKIP_MOE is not offered: it leaves the layer out"):
+        layer(x)
 
 
 def test_weights_follow_the_seeds_draw_by_draw():
@@ -182,12 +179,10 @@ def test_weights_follow_the_seeds_draw_by_draw():
     }
     assert list(wanted) == list(found)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_stride=False)
-    for number, (gate, name) in enumerate(
-        zip(layer.gates, ("wg", "cosine_projector"), strict=True)
-    ):
-        torch.manual_seed(1 + number)
-        made = nn.Linear(M, 5) if number else nn.Linear(M, E, bias=False)
-        assert torch.equal(getattr(gate, name).weight, made.weight)
+    torch.manual_seed(1)
+    assert torch.equal(layer.gates[0].wg.weight, nn.Linear(M, E, bias=False).weight)
+    torch.manual_seed(2)
+    assert torch.equal(layer.gates[1].cosine_projector.weight, nn.Linear(M, 5).weight)
     torch.randn(5, E)
     assert torch.equal(layer.gates[1].sim_matrix, torch.empty(5, E).normal_(0, 0.01))
     torch.manual_seed(3)
@@ -200,14 +195,11 @@ def test_state_dicts_have_tutels_names_and_older_files_load():
     layer, other = make(), make(seeds=(7, 8, 9))
     shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     assert shapes == {
-        "_num_global_experts": (),
-        "experts.batched_fc1_w": (E, F, M),
-        "experts.batched_fc2_w": (E, F, M),
-        "experts.batched_fc1_bias": (E, F),
-        "experts.batched_fc2_bias": (E, M),
-        "gates.0.wg.weight": (E, M),
-    }
-    old = {name: value.clone() for name, value in layer.state_dict().items()}
+        "_num_global_experts": (), "gates.0.wg.weight": (E, M),
+        "experts.batched_fc1_w": (E, F, M), "experts.batched_fc2_w": (E, F, M),
+        "experts.batched_fc1_bias": (E, F), "experts.batched_fc2_bias": (E, M),
+    }  # fmt: skip
+    old = dict(layer.state_dict())
     old["experts.batched_fc1_bias"] = old["experts.batched_fc1_bias"][:, None]
     del old["_num_global_experts"]
     other.load_state_dict(old)
@@ -245,13 +237,6 @@ def test_rows_by_hand():
     assert torch.equal(moe.fast_cumsum_sub_one(mask), mask.cumsum(0) - 1)
 
 
-def test_priority_keeps_what_a_capacity_as_needed_has_room_for():
-    """Tutel counts the rows that are needed in another order, and drops some of them."""
-    layer, x = make({"k": 2}, batch_prioritized_routing=True), torch.randn(5 * T, M).double()
-    plain = make({"k": 2})
-    torch.testing.assert_close(layer(x, capacity_factor=0), plain(x, capacity_factor=0))
-
-
 REFUSED = [
     ({"megablocks_size": 4}, ValueError, "megablocks_size is not offered"),
     ({"pad_samples": False}, ValueError, "pad_samples is not offered: it is deprecated"),
@@ -273,13 +258,6 @@ def test_what_is_not_offered_is_refused_by_name(options, error, message):
         moe.moe_layer(**{**given, **options})
 
 
-def test_tricks_of_benchmarks_are_refused(monkeypatch):
-    layer = make()
-    monkeypatch.setenv("SKIP_MOE", "1")
-    with pytest.raises(ValueError, match="SKIP_MOE is not offered: it leaves the layer out"):
-        layer(torch.randn(T, M))
-
-
 def test_names_of_files_and_the_session(tmp_path):
     path = system.apply_rank_size_from_pattern(f"{tmp_path}/a/{{rank}}-of-{{size}}.pt", 1, 2)
     assert path == f"{tmp_path}/a/1-of-2.pt" and (tmp_path / "a").is_dir()
@@ -287,3 +265,55 @@ def test_names_of_files_and_the_session(tmp_path):
     assert system.get_local_session() is session and system.record_time() > 0
     assert (session.global_size, session.model_rank, session.model_group) == (1, 0, None)
     assert session.local_device == torch.device("cpu")
+
+
+# programs that import tutel, unmodified
+PROGRAM = """
+import sys
+import torch
+import beside
+from tutel import moe, system
+from tutel.net import simple_all_reduce
+
+layer = moe.moe_layer({"type": "top", "k": 2}, 4, {"type": "ffn", "hidden_size_per_expert": 8})
+beside.found.append(([*sys.argv], __name__, layer(torch.ones(3, 4)).shape))
+"""
+
+
+@pytest.fixture
+def no_tutel(monkeypatch):
+    """Nothing is left of an installed module."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names = ["tutel", "beside", *(f"tutel.{name}" for name in ("moe", "net", "system"))]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("words", [["{folder}/of_tutel.py"], ["-m", "of_tutel"]])
+def test_a_program_runs_as_it_is(no_tutel, tmp_path, monkeypatch, words):
+    (tmp_path / "of_tutel.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").write_text("found = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [word.format(folder=tmp_path) for word in words]
+    monkeypatch.setattr(sys, "argv", ["command", *words, "--flag", "1"])
+    command.main()
+    ((arguments, name, shape),) = sys.modules["beside"].found
+    assert (arguments[1:], name, shape) == (["--flag", "1"], "__main__", (3, 4))
+    assert str(tmp_path / "of_tutel.py") == arguments[0]
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(SystemExit, match="usage: python -m fairseq_tutel.integrations.tutel"):
+        command.main()
+
+
+def test_tutel_itself_is_not_replaced_unless_asked_for(no_tutel, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tutel", ModuleType("tutel"))
+    with pytest.raises(ImportError, match="Tutel is installed"):
+        tutel.install()
+    tutel.install(force=True)
+    tutel.install()  # a second time changes nothing
+    assert importlib.import_module("tutel.moe") is sys.modules["tutel"].moe is tutel.moe
+    with pytest.raises(ImportError, match="tutel.jit is not offered, only moe, net, system"):
+        exec("from tutel import jit")

@@ -32,8 +32,7 @@ CASES = [
 
 
 def whole(layer):
-    """Parameters of the experts of all ranks, differentiable, and a function: this rank's part."""
-    rank, world_size = process_world()
+    """Parameters of the experts of all ranks, differentiable."""
     found = {}
     for name, param in layer.experts.named_parameters():
         parts = net.simple_all_gather(param.detach()[None])
@@ -46,38 +45,42 @@ def whole(layer):
 def part_of(layer, name, grad):
     """This rank's part of a gradient, summed over the ranks."""
     grad, param = net.simple_all_reduce(grad), getattr(layer.experts, name)
-    experts, rank = layer.num_global_experts, process_world()[0]
-    missing = param.numel() * process_world()[1] - grad.numel()
-    if missing:  # the last slice of a bias is padded
-        grad = torch.nn.functional.pad(grad.view(experts, -1), (0, missing // experts))
+    rank, world_size = process_world()
+    experts = layer.num_global_experts
+    missing = param.numel() * world_size - grad.numel()  # the last slice of a bias is padded
+    grad = torch.nn.functional.pad(grad.view(experts, -1), (0, missing // experts))
     return grad.reshape(-1, param.numel())[rank].view(param.shape)
+
+
+def make(experts, top_k=1, more=None, **options):
+    experts = {"type": "ffn", "num_experts_per_device": experts, "hidden_size_per_expert": F}
+    gate = {"type": "top", "k": top_k}
+    return moe.moe_layer(gate, M, {**experts, **(more or {})}, **options).double()
 
 
 def check_layer(experts, options, call, in_loop):
     rank, world_size = process_world()
-    experts = {"type": "ffn", "num_experts_per_device": experts, "hidden_size_per_expert": F}
-    experts |= {"activation_fn": silu, "output_dim": 5}
-    gate = {"type": "top", "k": 2}
-    layer = moe.moe_layer(gate, M, experts, seeds=(1, rank + 1, 1), **options).double()
-    params, expert = whole(layer), None
+    more = {"activation_fn": silu, "output_dim": 5}
+    layer = make(experts, 2, more, seeds=(1, rank + 1, 1), **options)
+    params = whole(layer)
     expert = tutel_loop.ffn(params, silu)
     tokens = TOKENS[rank] if call.get("capacity_factor", 1) <= 0 else 16
     torch.manual_seed(rank)
     data, found = torch.randn(tokens, M).double(), {}
+    with_all = {"top_k": 2, "factor": 1.0, "most": most} | in_loop
     for name in ("layer", "loop"):
         x = data.clone().requires_grad_()
         layer.zero_grad()
         if name == "layer":
-            y = layer(x, inequivalent_tokens=True, **call)
-            loss = layer.l_aux
+            y, loss = layer(x, inequivalent_tokens=True, **call), layer.l_aux
         else:
-            with_all = {"top_k": 2, "factor": 1.0, "most": most} | in_loop
             y, loss = tutel_loop.layer(x, layer.gates[0](x), expert, **with_all)
         ((rank + 1) * y.square().sum() + loss).backward()
-        of_experts = {name: param.grad for name, param in layer.experts.named_parameters()}
-        if name == "loop":
-            of_experts = {each: part_of(layer, each, p.grad) for each, p in params.items()}
-        found[name] = [y, loss, x.grad, layer.gates[0].wg.weight.grad, of_experts]
+        if name == "layer":
+            grads = {name: param.grad for name, param in layer.experts.named_parameters()}
+        else:
+            grads = {each: part_of(layer, each, param.grad) for each, param in params.items()}
+        found[name] = [y, loss, x.grad, layer.gates[0].wg.weight.grad, grads]
     torch.testing.assert_close(found["layer"], found["loop"], rtol=1e-9, atol=1e-9)
 
 
@@ -88,8 +91,7 @@ def most(needed):
 def check_uneven_tokens():
     """Ranks may have any number of tokens; the largest decides the capacity."""
     rank, _ = process_world()
-    experts = {"type": "ffn", "num_experts_per_device": 1, "hidden_size_per_expert": F}
-    layer = moe.moe_layer({"type": "top", "k": 1}, M, experts, seeds=(1, rank, 1)).double()
+    layer = make(1, seeds=(1, rank, 1))
     x = torch.randn(TOKENS[rank] * (rank > 0), M).double()
     expert = tutel_loop.ffn(whole(layer), torch.relu)
     for r in (1, 0):
@@ -154,9 +156,7 @@ def check_groups():
     assert ranks == list(range(rank % 2, world_size, 2))
     alone = net.create_groups_from_world(world_size).model_group
     assert net.get_world_size(alone) == 1
-    experts = {"type": "ffn", "num_experts_per_device": -2, "hidden_size_per_expert": F}
-    options = {"seeds": (1, rank % 2, 1), "group": session.model_group}
-    layer = moe.moe_layer({"type": "top", "k": 1}, M, experts, **options).double()
+    layer = make(-2, seeds=(1, rank % 2, 1), group=session.model_group)
     assert layer.num_global_experts == 1 and layer.valid_rs == [0, 1, 2]
     x = torch.randn(4, M).double()
     first = layer(x, adaptive_r=1)
@@ -166,7 +166,7 @@ def check_groups():
     torch.testing.assert_close(everywhere, first.expand_as(everywhere))
     if world_size == 4:
         with pytest.raises(ValueError, match=r"group: its ranks \[[01], [23]\] must be neighbours"):
-            moe.moe_layer({"type": "top", "k": 1}, M, experts, group=session.data_group)
+            make(-2, group=session.data_group)
     with pytest.raises(ValueError, match="group_count=3 does not divide"):
         net.create_groups_from_world(3)
 
