@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import tiny_models
 import torch
 import transformers
@@ -19,8 +20,7 @@ from fairseq_tutel.integrations.transformers.experts import KeptExperts
 from fairseq_tutel.integrations.transformers.layers import ChosenExperts
 from fairseq_tutel.moe import MoELayer
 
-ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "fairseq_tutel" / "integrations" / "transformers" / "MODELS.md"
+PAGE = Path(__file__).parents[3] / "fairseq_tutel/integrations/transformers/MODELS.md"
 # Bound of the difference of logits, absolute plus relative. Linear attention amplifies rounding to
 # 1.5e-5 on some CPUs; an error of 1 % in the layers' outputs changes the logits by 9e-4 or more.
 LOGITS = 1e-4
@@ -32,12 +32,10 @@ def row(folder: str) -> tuple[str, ...]:
     with_interface = "yes" if has_interface(folder) else "no"
     empty = tiny_models.refused(folder)
     if empty is not None:
-        try:
+        with pytest.raises(ValueError) as caught:
             replace_moe(empty)
-        except ValueError as error:
-            reason = str(error).partition("cannot be replaced: ")[2]
-            return folder, "refused", reason, "", "", with_interface
-        return folder, "not refused", "", "", "", with_interface
+        reason = str(caught.value).partition("cannot be replaced: ")[2]
+        return folder, "refused", reason, "", "", with_interface
     model = tiny_models.make(folder)
     with torch.no_grad():
         want = tiny_models.logits(model)
@@ -80,9 +78,9 @@ def table() -> str:
     """Return the tables of all folders: those with the same logits by kind, and the refused."""
     rows = [row(folder) for folder in tiny_models.folders()]
     kinds: dict[tuple[str, ...], list[str]] = {}
-    for folder, verdict, kind, routing, activation, _ in rows:
+    for folder, verdict, *kind, _ in rows:
         if verdict == "same":
-            kinds.setdefault((kind, routing, activation), []).append(folder)
+            kinds.setdefault(tuple(kind), []).append(folder)
     heads = ("layer", "routing", "activation", "folders")
     same = [(*kind, ", ".join(found)) for kind, found in sorted(kinds.items())]
     refused = [(folder, f"{v}: {kind}") for folder, v, kind, *_ in rows if v != "same"]
@@ -131,11 +129,10 @@ def verdicts() -> Counter[str]:
 
 
 if __name__ == "__main__" and "--verdicts" in sys.argv:
-    found = verdicts()
-    print("; ".join(f"{count} {verdict}" for verdict, count in sorted(found.items())))
-    sys.exit("DIFFERENT" in found)
+    counts = verdicts()
+    print("; ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    sys.exit("DIFFERENT" in counts)
 elif __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    replaced = re.escape(BEGIN) + ".*" + re.escape(END)
-    PAGE.write_text(re.sub(replaced, lambda _: BEGIN + table() + END, text, flags=re.S), "utf-8")
+    page = PAGE.read_text(encoding="utf-8").replace(on_page(), table())
+    PAGE.write_text(page, encoding="utf-8")
     sys.exit("DIFFERENT" in on_page())

@@ -6,10 +6,16 @@ import pytest
 import torch
 from helpers.distributed import on_ranks
 from safetensors.torch import load_file
-from tiny_models import logits, make
+from tiny_models import adapters, call_all, logits, make
 
 from fairseq_tutel import training
-from fairseq_tutel.integrations.transformers import load_adapters, replace_moe, save_adapters
+from fairseq_tutel.integrations.transformers import (
+    load_adapters,
+    original_state_dict,
+    replace_moe,
+    restore_moe,
+    save_adapters,
+)
 from fairseq_tutel.moe import MoELayer
 
 peft = pytest.importorskip("peft")
@@ -19,15 +25,8 @@ pytestmark = pytest.mark.extras
 FOLDERS = {"gpt_oss": "gate_up_proj", "qwen3_moe": "gate_up_proj", "nemotron_h": "up_proj"}
 
 
-def config(*names):
-    names = [f"experts.{name}" for name in names]
-    return peft.LoraConfig(
-        r=2, lora_alpha=6, init_lora_weights=False, target_modules=[], target_parameters=names,
-    )  # fmt: skip
-
-
 def trained_by_peft(folder, path):
-    model = peft.get_peft_model(make(folder), config(FOLDERS[folder], "down_proj"))
+    model = peft.get_peft_model(make(folder), adapters(FOLDERS[folder], "down_proj"))
     model.save_pretrained(path)
     return model
 
@@ -71,10 +70,7 @@ def test_files_go_both_ways(folder, tmp_path):
 def test_two_ranks_have_the_files_of_one(tmp_path):
     folder, rank = "gpt_oss", torch.distributed.get_rank()
     if rank == 0:
-        trained_by_peft(
-            folder,
-            tmp_path / "peft",
-        )
+        trained_by_peft(folder, tmp_path / "peft")
     torch.distributed.barrier()
     model, blocks, _ = loaded_here(folder, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(make(folder), tmp_path / "peft")
@@ -83,15 +79,14 @@ def test_two_ranks_have_the_files_of_one(tmp_path):
     got, want = files(tmp_path / "ranks"), files(tmp_path / "peft")
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     with pytest.raises(ValueError, match="no global numbers: on several ranks call add_lora"):
-        training.prepare_data_parallel(call_all("RT")[0])
+        training.prepare_data_parallel(call_all("RT", "qwen3_moe")[0])
 
 
 def test_other_adapters_are_left_or_refused(tmp_path):
     trained_by_peft("qwen3_moe", tmp_path / "all")
-    wider = peft.get_peft_model(make("qwen3_moe"), peft.LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"],
-    ))  # fmt: skip
-    wider.save_pretrained(tmp_path / "attention")
+    wider = adapters(FOLDERS["qwen3_moe"], "down_proj")
+    wider.target_modules = {"q_proj"}
+    peft.get_peft_model(make("qwen3_moe"), wider).save_pretrained(tmp_path / "attention")
     *_, left = loaded_here("qwen3_moe", tmp_path / "attention")
     assert len(left) == 2 * 3 and all(".q_proj.lora_" in name for name in left)
     model = make("qwen3_moe")
@@ -112,29 +107,13 @@ def test_other_adapters_are_left_or_refused(tmp_path):
             load_adapters(tmp_path / "all", model, blocks)
 
 
-# order of calls -> words of the error; None: the output follows from all of them. R: replace_moe,
-# L: add_lora, P: peft on attention, T: on experts, B: on both
+# order of calls -> words of the error; None: the output follows from all of them
 ORDERS = {
-    "RT": None, "RB": None, "RPL": None, "PRL": None, "RLP": None,
+    "RT": None, "RB": None, "RPl": None, "PRl": None, "RlP": None,
     "TR": "has adapters of peft on its experts: call replace_moe first",
-    "RTL": "use either add_lora or target_parameters",
-    "RLT": "experts.fc1_weight is no parameter any more",
+    "RTl": "use either add_lora or target_parameters",
+    "RlT": "experts.fc1_weight is no parameter any more",
 }  # fmt: skip
-
-
-def call_all(order):
-    model, blocks = make("qwen3_moe"), None
-    for call in order:
-        if call == "R":
-            blocks = replace_moe(model)
-        elif call == "L":
-            training.add_lora(model, 2, freeze=False, seed=1)
-        else:
-            names = ("fc1_weight", "fc2_weight") if blocks else ("gate_up_proj", "down_proj")
-            options = config(*(names if call in "TB" else ()))
-            options.target_modules = {"q_proj"} if call in "PB" else set()
-            model = peft.get_peft_model(model, options)
-    return model, blocks
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -142,15 +121,19 @@ def test_orders_of_calls(order):
     words = ORDERS[order]
     if words is not None:
         with pytest.raises(ValueError, match=words):
-            logits(call_all(order)[0])
+            logits(call_all(order, "qwen3_moe")[0])
         return
-    model, _ = call_all(order)
+    model, blocks = call_all(order, "qwen3_moe")
     for name, param in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(param, 0, 0.2)
     found = logits(model)
     model = model.merge_and_unload()
-    if "L" in order:
+    if order == "RlP":
+        for back in (restore_moe, original_state_dict):
+            with pytest.raises(ValueError, match="merge_lora"):
+                back(model, blocks)
+    if "l" in order:
         training.merge_lora(model)
     close(found, logits(model))
     assert (found - logits(make("qwen3_moe"))).abs().max() > 0.1
@@ -164,7 +147,7 @@ def test_peft_trains_stacked_experts(network):
         torch.manual_seed(0)
         return torch.nn.Sequential(MoELayer(6, 4, 8, expert_network=network, seed=1)).double()
 
-    model = peft.get_peft_model(layer(), config("fc1_weight", "fc2_weight"))
+    model = peft.get_peft_model(layer(), adapters("fc1_weight", "fc2_weight"))
     merged, x = layer(), torch.randn(12, 6, dtype=torch.float64)
     bank, wrapper = merged[0].experts, model.base_model.model[0].experts
     wrappers = {"fc2_weight": wrapper, "fc1_weight": wrapper.base_layer}

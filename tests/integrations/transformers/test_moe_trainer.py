@@ -8,14 +8,13 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from helpers.assertions import assert_same_state
-from tiny_models import logits, make, tokens
+from tiny_models import call_all, logits, make, tokens
 
 from fairseq_tutel import training
-from fairseq_tutel.integrations.transformers import replace_moe
+from fairseq_tutel.integrations.transformers import replace_moe, trainer
 
-transformers = pytest.importorskip("transformers", minversion="5")
-trainer = pytest.importorskip("fairseq_tutel.integrations.transformers.trainer")
 pytestmark = pytest.mark.extras
 
 STEPS, MICRO, RATE = 2, 2, 1e-2
@@ -31,15 +30,21 @@ def samples():
     return [{"input_ids": row, "labels": row} for row in tokens(2 * STEPS * MICRO)]
 
 
+def replaced(name="mixtral", moe=None, **options):
+    model = make(name, **options).train()
+    return model, replace_moe(model, **(moe or {}))
+
+
+def host_of(model, folder, options=None, **given):
+    args = transformers.TrainingArguments(str(folder), **{**OPTIONS, **(options or {})})
+    return trainer.MoETrainer(model, args, **{"train_dataset": samples(), **given})
+
+
 @pytest.mark.parametrize("max_norm", [0.1, 0.0], ids=["clipped", "not clipped"])
 def test_trains_as_a_plain_loop_and_saves_what_the_original_class_loads(max_norm, tmp_path):
-    model, plain = (make("mixtral").train() for _ in range(2))
     moe = {"load_bias": "none", "balance_scope": "update"}
-    blocks = replace_moe(model, **moe)
-    replace_moe(plain, **moe)
-    args = transformers.TrainingArguments(str(tmp_path), max_grad_norm=max_norm, **OPTIONS)
-    options = {"train_dataset": samples(), "aux_weight": 0.5, "blocks": blocks}
-    trainer.MoETrainer(model, args, **options).train()
+    (model, blocks), (plain, _) = replaced(moe=moe), replaced(moe=moe)
+    host_of(model, tmp_path, {"max_grad_norm": max_norm}, aux_weight=0.5, blocks=blocks).train()
 
     optimizer = torch.optim.AdamW(plain.parameters(), RATE, weight_decay=0)
     for rows in tokens(2 * STEPS * MICRO).unflatten(0, (STEPS, MICRO, 2)):
@@ -52,21 +57,17 @@ def test_trains_as_a_plain_loop_and_saves_what_the_original_class_loads(max_norm
         optimizer.step()
         optimizer.zero_grad()
         training.end_update(plain)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
     loaded = type(plain).from_pretrained(tmp_path / f"checkpoint-{STEPS}")
     replace_moe(loaded, **moe)
     assert_same_state(loaded.state_dict(), model.state_dict())
 
 
 def test_load_biases_move_and_evaluation_has_no_aux_loss(tmp_path):
-    model = make("mixtral").train()
-    replace_moe(model, load_bias="sign")
-    args = transformers.TrainingArguments(str(tmp_path), save_strategy="no", **OPTIONS)
-    host = trainer.MoETrainer(model, args, train_dataset=samples(), eval_dataset=samples())
+    model, _ = replaced(moe={"load_bias": "sign"})
+    host = host_of(model, tmp_path, {"save_strategy": "no"}, eval_dataset=samples())
     host.train()
-    bias = model.model.layers[0].mlp.gate.load_bias
-    assert bias.any()
+    assert model.model.layers[0].mlp.gate.load_bias.any()
     found, batch = host.evaluate()["eval_loss"], tokens(2 * STEPS * MICRO)
     with torch.no_grad():
         want = torch.stack([model(x, labels=x).loss for x in batch.split(8)]).mean()
@@ -74,51 +75,26 @@ def test_load_biases_move_and_evaluation_has_no_aux_loss(tmp_path):
 
 
 def test_the_best_model_comes_from_the_set_of_all_ranks(tmp_path):
-    model = make("mixtral").train()
-    replace_moe(model)
-    options = {**OPTIONS, "max_steps": 3, "save_steps": 1, "eval_steps": 1, "learning_rate": 1.0}
-    args = transformers.TrainingArguments(
-        str(tmp_path), eval_strategy="steps", load_best_model_at_end=True,
-        metric_for_best_model="loss", **options,
-    )  # fmt: skip
-    host = trainer.MoETrainer(model, args, train_dataset=samples() * 2, eval_dataset=samples())
+    (model, _), (best, _) = replaced(), replaced()
+    options = {**BEST, "eval_steps": 1, "metric_for_best_model": "loss"}
+    options |= {"max_steps": 3, "save_steps": 1, "learning_rate": 1.0}
+    host = host_of(model, tmp_path, options, train_dataset=samples() * 2, eval_dataset=samples())
     host.train()
-    best = make("mixtral")
-    replace_moe(best)
     training.load_checkpoint(f"{host.state.best_model_checkpoint}/run.pt", best)
     assert not host.state.best_model_checkpoint.endswith("-3")
     assert_same_state(model.state_dict(), best.state_dict())
 
 
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": STEPS}
 BLOCKS, FROZEN = "has LoRA, which blocks= cannot hold", "has frozen LoRA"
 EXPERTS = "has adapters of peft, which checkpoints cannot hold"
-# order of calls -> what is refused, without and with blocks=; None: saved. R: replace_moe,
-# P: get_peft_model, T: on experts, too, A: add_adapter, L: add_lora, l: add_lora(freeze=False)
+# order of calls -> what is refused, without and with blocks=; None: saved
 ORDERS = {
-    "RT": (EXPERTS, EXPERTS), "RP": (None, None), "PR": (None, None), "RA": (None, None),
+    "RB": (EXPERTS, EXPERTS), "RP": (None, None), "PR": (None, None), "RA": (None, None),
     "AR": (None, None), "RL": (None, BLOCKS), "RLP": (FROZEN, BLOCKS), "RPL": (None, BLOCKS),
     "RPl": (None, BLOCKS), "PRl": (None, BLOCKS), "RAl": (None, BLOCKS),
     "RlA": (FROZEN, BLOCKS),
 }  # fmt: skip
-
-
-def adapted(order, **moe):
-    """Return a model and its blocks after these calls."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model, blocks = make("mixtral").train(), None
-    for call in order:
-        if call == "R":
-            blocks = replace_moe(model, **moe)
-        elif call in "lL":
-            training.add_lora(model, 2, freeze=call == "L")
-        elif call == "A":
-            model.add_adapter(config)
-        else:
-            if call == "T":
-                config.target_parameters = ["experts.fc1_weight", "experts.fc2_weight"]
-            model = peft.get_peft_model(model, config)
-    return model, blocks
 
 
 def reloaded(order, folder):
@@ -137,82 +113,69 @@ def reloaded(order, folder):
 @pytest.mark.parametrize("with_blocks", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 def test_adapters_are_saved_or_refused_at_once(order, with_blocks, tmp_path):
-    model, blocks = adapted(order)
-    args = transformers.TrainingArguments(str(tmp_path), **{**OPTIONS, "save_steps": 1})
-    options = {"train_dataset": samples(), "blocks": blocks if with_blocks else None}
+    pytest.importorskip("peft")
+    model, blocks = call_all(order, "mixtral")
+    options = {"save_steps": 1}, {"blocks": blocks if with_blocks else None}
     if refused := ORDERS[order][with_blocks]:
         with pytest.raises(ValueError, match=refused):
-            trainer.MoETrainer(model, args, **options)
+            host_of(model, tmp_path, options[0], **options[1])
         return
-    trainer.MoETrainer(model, args, **options).train()
+    host_of(model, tmp_path, options[0], **options[1]).train()
     want, folder = logits(model.eval()), tmp_path / f"checkpoint-{STEPS}"
     torch.testing.assert_close(logits(reloaded(order, folder)), want, rtol=1e-4, atol=1e-4)
     before = reloaded(order, tmp_path / "checkpoint-1")
     assert (logits(before) - want).abs().max() > 1e-2
 
 
-def test_a_load_bias_that_peft_would_lose_is_refused(tmp_path):
-    args = transformers.TrainingArguments(str(tmp_path), **OPTIONS)
-    with pytest.raises(ValueError, match="load_bias='sign', which peft does not save"):
-        trainer.MoETrainer(adapted("RP", load_bias="sign")[0], args)
-    trainer.MoETrainer(adapted("RPl", load_bias="sign")[0], args)
-
-
 def test_another_version_is_named(monkeypatch, tmp_path):
-    model = make("mixtral")
-    replace_moe(model)
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    model, _ = replaced()
     monkeypatch.setattr(transformers, "__version__", "6.1.0")
     with pytest.warns(UserWarning, match=r"tested with transformers >=5.23,<6, this is 6.1.0"):
-        trainer.MoETrainer(model, args)
+        host_of(model, tmp_path)
     monkeypatch.setattr(trainer.Trainer, "_clip_grad_norm", lambda self: None)
     with pytest.raises(ImportError, match=r">=5.23,<6, this is 6.1.0: Trainer._clip_grad_norm"):
-        trainer.MoETrainer(model, args)
+        host_of(model, tmp_path)
 
 
-BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": STEPS}
-REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {
-    "use_reentrant": True
-}}  # fmt: skip
-# options of the layer, of TrainingArguments, and of activation checkpointing before -> words
+def reentrant(**kwargs):
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+
+
+# words -> options of the layer, of TrainingArguments, and of activation checkpointing before
 REFUSED = {
-    "no experts in checkpoints": ({}, {**BEST, "save_only_model": True}, None, "whole checkpoints"),
-    "re-entrant": ({}, REENTRANT, None, "give use_reentrant=False, or aux_weight=0"),
-    "re-entrant by torch's default": (
-        {}, {**REENTRANT, "activation_checkpointing_kwargs": {"debug": True}}, None, "re-entrant",
-    ),
-    "re-entrant before": ({}, {}, {"use_reentrant": True}, "re-entrant"),
-    "route_scale": ({"route_scale": 2.0}, {}, None, "route_scale=2.0, which the original block"),
-    "load bias": ({"load_bias": "sign"}, {}, None, "load_bias='sign', which the original router"),
-}  # fmt: skip
+    "whole checkpoints": ({}, {**BEST, "save_only_model": True}, None),
+    "give use_reentrant=False, or aux_weight=0": ({}, reentrant(use_reentrant=True), None),
+    "re-entrant": ({}, reentrant(debug=True), None),  # torch's default
+    "re-entran": ({}, {}, {"use_reentrant": True}),
+    "route_scale=2.0, which the original block": ({"route_scale": 2.0}, {}, None),
+    "load_bias='sign', which the original router": ({"load_bias": "sign"}, {}, None),
+}
 
 
-@pytest.mark.parametrize("moe, given, before, words", REFUSED.values(), ids=REFUSED)
-def test_what_would_lose_experts_or_losses_is_refused(moe, given, before, words, tmp_path):
-    model = make("mixtral")
-    blocks = replace_moe(model, **moe)
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_would_lose_experts_or_losses_is_refused(words, tmp_path):
+    moe, given, before = REFUSED[words]
+    model, blocks = replaced(moe=moe)
     if before is not None:
         model.activation_checkpointing_enable(before)
-    args = transformers.TrainingArguments(str(tmp_path), **{**OPTIONS, **given})
     with pytest.raises(ValueError, match=words):
-        trainer.MoETrainer(model, args, eval_dataset=samples(), blocks=blocks)
+        host_of(model, tmp_path, given, eval_dataset=samples(), blocks=blocks)
 
 
-# mask of two rows, the same tokens without padding, and their positions if they are packed
-LEFT, RIGHT = [[0] * 4 + [1] * 5, [1] * 9], [[1] * 9, [1] * 4 + [0] * 5]
+def test_a_load_bias_that_peft_would_lose_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="load_bias='sign', which peft does not save"):
+        host_of(call_all("RP", "mixtral", load_bias="sign")[0], tmp_path)
+    host_of(call_all("RPl", "mixtral", load_bias="sign")[0], tmp_path)
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skipped"])
-@pytest.mark.parametrize("mask", [LEFT, RIGHT], ids=["left", "right"])
-def test_padding_does_not_count(mask, skip, tmp_path):
-    model, ids, mask = make("mixtral").train(), tokens(2), torch.tensor(mask)
-    replace_moe(model)
+@pytest.mark.parametrize("row", [[0] * 4 + [1] * 5, [1] * 5 + [0] * 4], ids=["left", "right"])
+def test_padding_does_not_count(row, skip, tmp_path):
+    (model, _), ids, mask = replaced(), tokens(2), torch.tensor([row, [1] * 9])
     model.double()
-    args = transformers.TrainingArguments(str(tmp_path), **OPTIONS)
-    host = trainer.MoETrainer(model, args, aux_weight=1.0, skip_padding=skip)
+    host = host_of(model, tmp_path, aux_weight=1.0, skip_padding=skip)
     host.current_gradient_accumulation_steps = 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    real = mask.bool()
+    positions, real = (mask.cumsum(1) - 1).clamp(min=0), mask.bool()
     padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     packed = {"input_ids": ids[real][None], "position_ids": positions[real][None]}
     found = []
@@ -237,29 +200,24 @@ def padded():
 TWO = r"two balance losses are added, the model's .* and aux_weight=0.5"
 COUNTED = "attention_mask has padding, which the layers' balance losses and load biases count"
 SILENT = "aux_weight=0.5 has no effect on 3 of 3 MoE layers, whose blocks go on routing"
-# model, its options, aux_weight, samples, warnings
-WARNED = {
-    "none": ("mixtral", {}, 0.5, samples, []),
-    "two balance losses": ("mixtral", {"output_router_logits": True}, 0.5, samples, [TWO]),
-    "the model's alone": ("mixtral", {"output_router_logits": True}, 0.0, samples, []),
-    "padding": ("mixtral", {}, 0.5, padded, []),
-    "padding of encoders": ("mixtral", {"is_encoder_decoder": True}, 0.5, padded, [COUNTED]),
-    "experts alone": ("gpt_oss", {}, 0.5, padded, [SILENT]),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name, options, weight, data, words", WARNED.values(), ids=WARNED)
+@pytest.mark.parametrize("name, options, weight, data, words", [
+    ("mixtral", {}, 0.5, samples, []),
+    ("mixtral", {"output_router_logits": True}, 0.5, samples, [TWO]),
+    ("mixtral", {"output_router_logits": True}, 0.0, samples, []),
+    ("mixtral", {}, 0.5, padded, []),
+    ("mixtral", {"is_encoder_decoder": True}, 0.5, padded, [COUNTED]),
+    ("gpt_oss", {}, 0.5, padded, [SILENT]),
+])  # fmt: skip
 def test_what_counts_twice_or_not_at_all_is_warned_of_once(
     name, options, weight, data, words, tmp_path
 ):
-    model = make(name, **options).train()
-    replace_moe(model)
-    args = transformers.TrainingArguments(str(tmp_path), save_strategy="no", **OPTIONS)
+    model, _ = replaced(name, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.MoETrainer(model, args, train_dataset=data(), aux_weight=weight).train()
+        given = {"train_dataset": data(), "aux_weight": weight}
+        host_of(model, tmp_path, {"save_strategy": "no"}, **given).train()
     texts = [str(each.message) for each in caught]
     ours = [text for text in texts if re.search("balance|aux_weight|padding", text)]
-    assert len(ours) == len(words)
-    for text, word in zip(ours, words, strict=True):
-        assert re.match(word, text)
+    assert len(ours) == len(words) and all(map(re.match, words, ours))

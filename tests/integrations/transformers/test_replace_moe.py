@@ -1,31 +1,25 @@
 """Mixtral, Qwen3-MoE and OLMoE with MoE layers: the same numbers, on ranks, and back to the bit."""
 
+import copy
 import json
 import re
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
 import torch
 import transformers
 from helpers.assertions import assert_same_state
-from helpers.distributed import run_ranks
-from helpers.replaced import take_steps
+from helpers.commands import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_models import logits, tokens
+from torch import nn
 
 from fairseq_tutel import training
-from fairseq_tutel.config import ExchangeConfig
-from fairseq_tutel.distributed import build_groups, process_world
-from fairseq_tutel.integrations.transformers import (
-    original_state_dict,
-    replace_moe,
-    restore_moe,
-)
+from fairseq_tutel.integrations.transformers import original_state_dict, replace_moe, restore_moe
 from fairseq_tutel.moe import MoELayer
 
 pytestmark = pytest.mark.extras
-
 
 # folder, and behind a comma what differs -> options
 MODELS = {
@@ -43,24 +37,20 @@ def make(name, **more):
     return tiny_models.make(name.partition(",")[0], **MODELS[name], **more)
 
 
-def state_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("training_mode", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_losses_and_gradients_are_what_they_were(name, training_mode):
-    model = make(name).train(training_mode)
-    ids = tokens()
+def test_logits_losses_and_gradients_are_what_they_were(name):
+    model, ids = make(name).train(), tokens()
 
     def outcome():
         model.zero_grad()
         found = model(ids, labels=ids, output_router_logits=True)
         found.loss.backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if ".mlp." not in n}
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if ".mlp." not in n}
         gate = model.model.layers[0].mlp.gate
-        grads["gate"] = getattr(gate, "wg", gate).weight.grad
-        return found, {n: grad.clone() for n, grad in grads.items()}
+        grads["gate"] = getattr(gate, "wg", gate).weight.grad.clone()
+        # transformers makes aux_loss of what it recorded of the routers
+        outputs = found.logits, found.loss, found.aux_loss, found.router_logits
+        return outputs, grads
 
     want, want_grads = outcome()
     sparse = [n for n, m in model.named_modules() if type(m).__name__.endswith("SparseMoeBlock")]
@@ -69,38 +59,9 @@ def test_logits_losses_and_gradients_are_what_they_were(name, training_mode):
     assert all(isinstance(model.get_submodule(each), MoELayer) for each in sparse)
     assert all(param.is_meta for param in blocks[sparse[0]].experts.parameters())
     got, grads = outcome()
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(got.logits, want.logits, **close)
-    torch.testing.assert_close(got.loss, want.loss, **close)
-    # the loss that transformers makes of what it recorded of the routers
-    assert len(got.router_logits) == len(sparse)
-    torch.testing.assert_close(got.router_logits, want.router_logits, **close)
-    torch.testing.assert_close(got.aux_loss, want.aux_loss, **close)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, want_grads, rtol=1e-4, atol=1e-5)
     assert grads["gate"].abs().max() > 1e-4
-    for each, grad in want_grads.items():
-        torch.testing.assert_close(grads[each], grad, rtol=1e-4, atol=1e-5, msg=each)
-
-
-@pytest.mark.parametrize("name", ["mixtral, tied", "olmoe"])
-def test_save_pretrained_writes_what_the_original_class_loads(name, tmp_path):
-    model = make(name, dtype=torch.bfloat16 if name == "olmoe" else torch.float32)
-    kind, want = type(model), state_of(model)
-    model.save_pretrained(tmp_path / "before")
-    blocks = replace_moe(model)
-    model.save_pretrained(tmp_path / "replaced", state_dict=original_state_dict(model, blocks))
-    restore_moe(model, blocks)
-    assert_same_state(model.state_dict(), want)
-    model.save_pretrained(tmp_path / "restored")
-    files = [sorted(p.name for p in (tmp_path / f).iterdir()) for f in ("before", "replaced")]
-    assert files[0] == files[1]
-    for folder in ("before", "replaced", "restored"):
-        loaded, report = kind.from_pretrained(tmp_path / folder, output_loading_info=True)
-        assert not any(report[each] for each in ("missing_keys", "unexpected_keys"))
-        assert_same_state(loaded.state_dict(), want)
-        size = (tmp_path / folder / "model.safetensors").stat().st_size
-        assert size == (tmp_path / "before" / "model.safetensors").stat().st_size
-    again = replace_moe(model)  # and once more
-    assert list(again) == list(blocks)
 
 
 @pytest.mark.parametrize("trains", [(False, False), (True, False), (False, True)])
@@ -110,114 +71,27 @@ def test_frozen_matrices_half_and_mode_stay(trains):
     names = ("gate_up_proj", "down_proj")
     for name, on in zip(names, trains, strict=True):
         getattr(layer.mlp.experts, name).requires_grad_(on)
-    want = model(tokens()).logits
+    want = logits(model)
     blocks = replace_moe(model)
     experts = layer.mlp.experts
     assert (experts.fc1_weight.requires_grad, experts.fc2_weight.requires_grad) == trains
     assert not layer.mlp.training and experts.fc1_weight.dtype is torch.bfloat16
     assert model.model.layers[1].mlp.experts.fc1_weight.requires_grad
-    got = model(tokens()).logits
     # a token that routes otherwise would be off by far more than the rounding of its experts
-    assert (got - want).float().norm() < 0.04 * want.float().norm()
+    assert (logits(model) - want).float().norm() < 0.04 * want.float().norm()
     model.train()
     restore_moe(model, blocks)
     assert layer.mlp.training
     assert tuple(getattr(layer.mlp.experts, name).requires_grad for name in names) == trains
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe"])
-def test_lora(name):
-    """Train with gradient checkpointing, merge, and put the blocks back."""
-    model, ids = make(name).train(), tokens()
-    want = model(ids).logits
-    blocks = replace_moe(model)
-    optimizer = torch.optim.Adam(training.add_lora(model), lr=0.02)
-    torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-5)
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        losses.append(model(ids, labels=ids).loss)
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
-    for restored in (restore_moe, original_state_dict):
-        with pytest.raises(ValueError, match="merge_lora"):
-            restored(model, blocks)
-    trained = model(ids).logits
-    training.merge_lora(model)
-    restore_moe(model, blocks)
-    torch.testing.assert_close(model(ids).logits, trained, rtol=1e-4, atol=1e-4)
-
-
-# on ranks
-
-EXCHANGES = {
-    "plain": {},
-    "overlapped": {"exchange": ExchangeConfig(overlap_degree=2)},
-    "2dh": {"exchange": ExchangeConfig("2dh", ranks_per_node=2)},
-    "sliced": {"placement": "sliced"},
-    "sliced, r=0": {"placement": "sliced", "exchange": ExchangeConfig(r=0)},
-}
-
-
-def train_on_ranks(name, way, path):
-    """Losses of the steps, and the original class's state dict; saved there as the ranks' set."""
-    rank, world_size = process_world()
-    model, ids = make(name), tokens().chunk(world_size)[rank]
-    options = {"balance_scope": "global", **EXCHANGES[way]}
-    num_experts = model.model.layers[0].mlp.gate.num_experts
-    groups = build_groups(num_experts, placement=options.pop("placement", "replicated"))
-    with torch.no_grad():
-        before = model(ids).logits
-        blocks = replace_moe(model, groups=groups, **options)
-        assert (model(ids).logits - before).abs().max() < 1e-5
-    layer = model.model.layers[0].mlp
-    assert layer.experts.fc1_weight.numel() * world_size == 2 * num_experts * 24 * 32
-    model.train()
-    net = training.wrap_data_parallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    losses = take_steps(model, optimizer, lambda: net(ids, labels=ids).loss)
-    training.save_checkpoint(path, model, optimizer)
-    state = original_state_dict(net, blocks)
-    assert bool(state) == (rank == 0)
-    restore_moe(net, blocks)
-    if rank == 0:
-        assert_same_state(model.state_dict(), state)
-    return losses, state
-
-
-# test_models.py trains every model on two ranks by the plain exchange, saves and restores it
-@pytest.mark.parametrize("name, way, world_size", [
-    ("qwen3_moe", "overlapped", 2), ("olmoe", "2dh", 4),
-    ("olmoe, two experts", "sliced", 4), ("olmoe, two experts", "sliced, r=0", 4),
+@pytest.mark.parametrize("name, made", [
+    ("moe/README.md", "trained"), ("integrations/transformers/FINETUNING.md", "merged"),
 ])  # fmt: skip
-def test_ranks_are_one_model_and_train_as_one(name, way, world_size, tmp_path):
-    path = str(tmp_path / "ranks.pt")
-    losses, (state, *_) = zip(
-        *run_ranks(train_on_ranks, world_size, name, way, path, timeout=150), strict=True
-    )
-    alone, want = train_on_ranks(name, "plain", str(tmp_path / "alone.pt"))
-    means = [sum(step) / world_size for step in zip(*losses, strict=True)]
-    assert means == pytest.approx(alone, rel=1e-4)
-    assert all(later < earlier for earlier, later in zip(means, means[1:], strict=False))
-    for key, value in want.items():
-        torch.testing.assert_close(state[key], value, rtol=1e-3, atol=1e-4, msg=key)
-    # the set of all ranks, in one process
-    model = make(name)
-    blocks = replace_moe(model)
-    training.load_checkpoint(path, model)
-    assert_same_state(original_state_dict(model, blocks), state)
-
-
-@pytest.mark.parametrize(
-    "name, made",
-    [("moe/README.md", "trained"), ("integrations/transformers/FINETUNING.md", "merged")],
-)
 def test_the_pages_programs_run(name, made, tmp_path, monkeypatch):
     if "FINE" in name:
         pytest.importorskip("peft")
-    page = Path(__file__).parents[3] / "fairseq_tutel" / name
+    page = ROOT / "fairseq_tutel" / name
     programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     if "FINE" not in name:
         programs = [each for each in programs if "original_state_dict" in each]
@@ -249,3 +123,120 @@ def test_mxfp4_that_was_dequantised_is_saved_for_from_pretrained(tmp_path):
     for name in ("ours", "restored"):
         again = type(first).from_pretrained(tmp_path / name, dtype=want.dtype).eval()
         torch.testing.assert_close(logits(again), want)
+
+
+# what is refused, and in which words; nothing is changed then
+class OwnBlock(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.gate, self.experts = OwnRouter(block.gate.weight), block.experts
+
+    def forward(self, x):
+        weights, index = self.gate(x.flatten(0, 1))
+        return self.experts(x.flatten(0, 1), index, weights).view(x.shape)
+
+
+class OwnRouter(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return (x @ self.weight.t()).tanh().topk(2, -1)
+
+
+class JetMoeMoE(nn.Module):
+    pass
+
+
+def own_rules(model, _):
+    """Put the experts behind a router whose bias is on logits, as no option has it."""
+    for layer in model.model.layers:
+        layer.mlp = OwnBlock(layer.mlp)
+
+
+def other_experts(model, block):
+    """Let experts return more than their two projections."""
+    forward = block.experts.forward
+    block.experts.forward = lambda x, index, weights: forward(x, index, weights) + x
+    model.model.layers[0].mlp = OwnBlock(block)
+
+
+def quantised(model, _):
+    method = SimpleNamespace(quant_method="fp8")
+    model.hf_quantizer = SimpleNamespace(quantization_config=method)
+
+
+def two_dtypes(_, block):
+    block.experts.down_proj = nn.Parameter(block.experts.down_proj.bfloat16())
+
+
+FIRST = r"model\.layers\.0\.mlp"
+# words -> what is done to a Mixtral and its first block, or another model; options
+REFUSED = {
+    rf"{FIRST} \(OwnBlock\) goes on routing.*leave out load_bias, z_loss_weight":
+        (own_rules, {"load_bias": "sign", "z_loss_weight": 0.1}),
+    rf"{FIRST} \(OwnBlock\) cannot .* more than their proj": (other_experts, {}),
+    rf"{FIRST} \(JetMoeMoE\) cannot be replaced: its experts have one b":
+        (lambda model, _: setattr(model.model.layers[0], "mlp", JetMoeMoE()), {}),
+    r"MixtralForCausalLM is quantised \(fp8\)": (quantised, {}),
+    rf"{FIRST} \(Mixtral.* experts of several dtypes": (two_dtypes, {}),
+    rf"{FIRST} \(Mixtral.* has hooks, which an MoE layer":
+        (lambda _, block: block.register_forward_hook(print) and None, {}),
+    rf"{FIRST}\.experts.gate_up_proj is on the meta device":
+        (lambda model, _: model.to("meta"), {}),
+    "MixtralForCausalLM has no sparse blocks inside: no module with":
+        (lambda model, _: replace_moe(model) and None, {}),
+    "no sparse blocks inside": (lambda *_: tiny_models.make("llama"), {}),
+    "decide hidden_dim, top_k": (None, {"top_k": 1, "hidden_dim": 5}),
+    "contradicts unnormalized":
+        (lambda *_: make("olmoe"), {"normalize_before_dropping": True}),
+    "capacity_factor='full' must": (None, {"capacity_factor": "full"}),
+    "overlap_degre=.*did you mean": (None, {"overlap_degre": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_replaced_is_refused_by_name(words):
+    (change, options), model = REFUSED[words], tiny_models.make("mixtral")
+    model = change and change(model, model.model.layers[0].mlp) or model
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(TypeError if "mean" in words else ValueError, match=words):
+        replace_moe(model, **options)
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("options, moe, own_routing", [
+    ({"router_jitter_noise": 0.1}, {}, True),
+    ({"num_experts_per_tok": 1}, {}, True),  # its weight is 1, which no option says
+    ({"router_jitter_noise": 0.1}, {"input_jitter": 0.1}, False),
+])  # fmt: skip
+def test_what_no_option_says_stays_with_the_models_block(options, moe, own_routing):
+    model, dense = (tiny_models.make("mixtral", **options).train() for _ in range(2))
+    replace_moe(model, **moe)
+    layer = model.model.layers[0].mlp
+    assert isinstance(layer, MoELayer) != own_routing
+    if own_routing:
+        torch.manual_seed(3)
+        want = dense(tokens())[0]
+        torch.manual_seed(3)
+        torch.testing.assert_close(model(tokens())[0], want, rtol=1e-4, atol=1e-4)
+    else:
+        assert layer.config.input_jitter == 0.1
+
+
+def test_a_load_bias_has_no_way_back():
+    model = tiny_models.make("mixtral").train()
+    dense = copy.deepcopy(model)
+    blocks = replace_moe(model, load_bias="quantile")
+    with training.collect_aux(model) as aux:
+        model(tokens())
+    training.update_load_bias(model, [aux])
+    for back in (restore_moe, original_state_dict):
+        with pytest.raises(ValueError, match=rf"{FIRST} chooses experts by a load bias"):
+            back(model, blocks)
+    for layer in model.model.layers:
+        layer.mlp.gate.load_bias.zero_()
+    assert_same_state(original_state_dict(model, blocks), dense.state_dict())
+    with pytest.raises(ValueError, match=rf"{FIRST} is not a layer of replace_moe"):
+        restore_moe(dense, blocks)

@@ -1,9 +1,11 @@
 """A block built as transformers 5 builds its own, by their formula and without transformers."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
+from helpers.assertions import assert_same_state
 from torch import nn
 from torch.nn import functional
 
@@ -37,20 +39,24 @@ class Probabilities(Gate):
 
 
 class Experts(nn.Module):
-    def __init__(self):
+    def __init__(self, number=E):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * F, M))
-        self.down_proj = nn.Parameter(torch.randn(E, M, F))
+        self.gate_up_proj = nn.Parameter(torch.randn(number, 2 * F, M))
+        self.down_proj = nn.Parameter(torch.randn(number, M, F))
         self.act_fn = nn.SiLU()
+
+    def one(self, e, row):
+        gate, up = (self.gate_up_proj[e] @ row).chunk(2)
+        return self.down_proj[e] @ (self.act_fn(gate) * up)
 
 
 class MySparseBlock(nn.Module):
     """Token by token, expert by expert; transformers' own blocks call their experts."""
 
-    def __init__(self, norm=False, gate=Gate):
+    def __init__(self, norm=False, gate=Gate, extra=None):
         super().__init__()
         self.gate, self.experts = gate(norm), Experts()
-        self.extra = nn.Identity()  # of the output
+        self.extra = extra or nn.Identity()  # of the output
 
     def probabilities(self, x):
         return self.gate(x)[0].softmax(-1)
@@ -62,9 +68,7 @@ class MySparseBlock(nn.Module):
             best = probs.argsort(descending=True)[:K].tolist()
             total = sum(probs[e] for e in best) if self.gate.norm_topk_prob else 1.0
             for e in best:
-                both = self.experts.gate_up_proj[e] @ x[place]
-                hidden = self.experts.act_fn(both[:F]) * both[F:]
-                out[place] += probs[e] / total * (self.experts.down_proj[e] @ hidden)
+                out[place] += probs[e] / total * self.experts.one(e, x[place])
         return self.extra(out)
 
 
@@ -84,38 +88,16 @@ def declared(monkeypatch):
 @pytest.mark.parametrize("norm", [False, True], ids=["as they are", "normalised"])
 def test_the_layer_is_the_formula_and_leads_back(norm):
     model = nn.Sequential(nn.Linear(M, M), MySparseBlock(norm)).double()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     x = torch.randn(11, M, dtype=torch.float64)
     want = model(x)
     blocks = replace_moe(model)
     assert isinstance(model[1], MoELayer)
     torch.testing.assert_close(model(x), want)
-    names = {"1.gate.weight", "1.experts.gate_up_proj", "1.experts.down_proj"}
-    state = original_state_dict(model, blocks)
-    assert names < state.keys()
+    assert_same_state(original_state_dict(model, blocks), before)
     restore_moe(model, blocks)
-    for found in (state, model.state_dict()):
-        assert found.keys() == before.keys()
-        assert all(torch.equal(found[name], before[name]) for name in before)
+    assert_same_state(model.state_dict(), before)
     torch.testing.assert_close(model(x), want)
-
-
-def of(kind, **more):
-    def make():
-        block = kind()
-        for name, module in more.items():
-            setattr(block, name, module)
-        return block
-
-    return make
-
-
-def without_router():
-    block = MySparseBlock(norm=True)
-    nn.init.zeros_(block.gate.weight)
-    block.gate.norm_topk_prob = False
-    block.extra = Doubled()
-    return block
 
 
 class Doubled(nn.Module):
@@ -123,11 +105,17 @@ class Doubled(nn.Module):
         return 2 * x
 
 
+def without_router():
+    block = MySparseBlock(extra=Doubled())
+    nn.init.zeros_(block.gate.weight)
+    return block
+
+
 DIFFERENT = {
     "probabilities": lambda: FromProbabilities(gate=Probabilities),
-    "scaled": of(MySparseBlock, extra=Doubled()),
-    "normed": of(MySparseBlock, extra=nn.LayerNorm(M)),
-    "dropout in training": of(MySparseBlock, extra=nn.Dropout(0.5)),
+    "scaled": lambda: MySparseBlock(extra=Doubled()),
+    "normed": lambda: MySparseBlock(extra=nn.LayerNorm(M)),
+    "dropout in training": lambda: MySparseBlock(extra=nn.Dropout(0.5)),
     "scaled, with a router of zeros": without_router,
 }
 
@@ -154,20 +142,18 @@ class Called(Experts):
         out = torch.zeros_like(x)
         for token, choices in enumerate(index.tolist()):
             for place, e in enumerate(choices):
-                gate, up = (self.gate_up_proj[e] @ x[token]).chunk(2)
-                hidden = self.act_fn(gate) * up
-                out[token] += weights[token, place] * (self.down_proj[e] @ hidden)
+                out[token] += weights[token, place] * self.one(e, x[token])
         return out
 
 
 class GroupedRouter(nn.Module):
     """As DeepSeek-V3's; AXK2 fills scores outside the best groups with 0, not -inf."""
 
-    num_group, topk_group, fill = 4, 2, -torch.inf
+    num_group, topk_group = 4, 2
 
-    def __init__(self):
+    def __init__(self, fill):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, M))
+        self.weight, self.fill = nn.Parameter(torch.randn(8, M)), fill
         self.register_buffer("correction_bias", torch.zeros(8))
 
     def forward(self, x):
@@ -176,8 +162,7 @@ class GroupedRouter(nn.Module):
         keys = (scores + self.correction_bias).view(-1, self.num_group, 2)
         best = keys.topk(2).values.sum(-1).topk(self.topk_group).indices
         inside = torch.zeros(len(x), self.num_group, dtype=torch.bool).scatter(1, best, True)
-        keys = keys.masked_fill(~inside[..., None], self.fill).flatten(1)
-        index = keys.topk(2).indices
+        index = keys.masked_fill(~inside[..., None], self.fill).flatten(1).topk(2).indices
         weights = scores.gather(1, index)
         return logits, weights / weights.sum(-1, keepdim=True), index
 
@@ -185,16 +170,16 @@ class GroupedRouter(nn.Module):
 class GroupedBlock(nn.Module):
     def __init__(self, fill=-torch.inf, name="gate"):
         super().__init__()
-        self.add_module(name, GroupedRouter())
-        self.router, self.experts = (self.get_submodule(name),), Called()
-        self.experts.gate_up_proj = nn.Parameter(torch.randn(8, 2 * F, M))
-        self.experts.down_proj = nn.Parameter(torch.randn(8, M, F))
-        self.router[0].fill = fill
+        self.add_module(name, GroupedRouter(fill))
+        self.router, self.experts = (self.get_submodule(name),), Called(8)
 
     def forward(self, x):
         rows = x.flatten(0, -2)
         _, weights, index = self.router[0](rows)
-        return self.experts(rows, index, weights).view(x.shape)
+        return self.experts(rows, index, self.given(weights, index)).view(x.shape)
+
+    def given(self, weights, index):
+        return weights
 
 
 @pytest.mark.parametrize("fill", [-torch.inf, 0.0])
@@ -212,38 +197,28 @@ def test_experts_outside_the_best_groups_are_chosen_only_by_the_models_rule(fill
 class WeightsOfAll(GroupedBlock):
     """It gives its experts the weights [T, E], as some of transformers 5.0 do."""
 
-    def forward(self, x):
-        rows = x.flatten(0, -2)
-        _, weights, index = self.router[0](rows)
-        weights = torch.zeros(len(rows), 8).scatter(1, index, weights)
-        return self.experts(rows, index, weights).view(x.shape)
+    def given(self, weights, index):
+        return torch.zeros(len(index), 8).scatter(1, index, weights)
 
 
-def shared(*names):
+def shared(name):
     """Two blocks with one experts module, or with one matrix; or a matrix that is used outside."""
-
-    def make():
-        first, second = MySparseBlock(), MySparseBlock()
-        if names == ("experts",):
-            second.experts = first.experts
-        elif names == ("down_proj",):
-            second.experts.down_proj = first.experts.down_proj
-        else:
-            second = nn.Linear(F, M)
-            second.weight = first.experts.down_proj
-        return [first, second]
-
-    return make
+    first, second = MySparseBlock(), MySparseBlock()
+    if name == "experts":
+        second.experts = first.experts
+    elif name == "down_proj":
+        second.experts.down_proj = first.experts.down_proj
+    else:
+        second = nn.Linear(F, M)
+        second.weight = first.experts.down_proj
+    return [first, second]
 
 
-def with_experts(**more):
-    def make():
-        block = MySparseBlock()
-        for name, value in more.items():
-            setattr(block.experts, name, value)
-        return [block]
-
-    return make
+def with_down_proj(*shape, **options):
+    block = MySparseBlock()
+    param = nn.Parameter(torch.ones(*shape, **options), requires_grad=not options)
+    block.experts.down_proj = param
+    return [block]
 
 
 def many():
@@ -253,63 +228,42 @@ def many():
 
 
 REFUSED = {
-    "shapes": (
-        with_experts(down_proj=nn.Parameter(torch.randn(E, F, M))),
-        r"1 \(MySparseBlock\): shapes do not fit",
-    ),
-    "modules": (many, r"1 \(MySparseBlock\) has .*, not experts.gate_up_proj"),
-    "int8": (
-        with_experts(down_proj=nn.Parameter(torch.ones(E, M, F, dtype=torch.int8), False)),
-        r"1\.experts\.down_proj is quantised \(torch.int8\)",
-    ),
-    "weights of all": (
-        lambda: [WeightsOfAll()], r"choices and weights have the shapes .*8, 2.*8, 8",
-    ),
-    "one block twice": (lambda: [MySparseBlock()] * 2, r"1.experts shares weights with 2.experts"),
-    "one experts module": (shared("experts"), r"1.experts shares weights with 2.experts.gate_up"),
-    "one matrix": (shared("down_proj"), r"1.experts shares weights with 2.experts.down_proj"),
-    "one matrix outside": (shared(), r"1.experts shares weights with 2.weight: they are tied"),
+    r"1 \(MySparseBlock\): shapes do not fit": lambda: with_down_proj(E, F, M),
+    r"1 \(MySparseBlock\) has .*, not experts.gate_up_proj": many,
+    r"1\.experts\.down_proj is quantised \(torch.int8\)":
+        lambda: with_down_proj(E, M, F, dtype=torch.int8),
+    r"choices and weights have the shapes .*8, 2.*8, 8": lambda: [WeightsOfAll()],
+    r"1.experts shares weights with 2.experts": lambda: [MySparseBlock()] * 2,
+    r"1.experts shares weights with 2.experts.gate_up": lambda: shared("experts"),
+    r"1.experts shares weights with 2.experts.down_proj": lambda: shared("down_proj"),
+    r"1.experts shares weights with 2.weight: they are tied": lambda: shared("outside"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make, words", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_replaced_is_refused_by_name(make, words):
-    blocks = make()
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_replaced_is_refused_by_name(words):
+    blocks = REFUSED[words]()
     model = nn.Sequential(nn.Linear(M, M), *blocks)
     with pytest.raises(ValueError, match=words):
         replace_moe(model)
     assert list(model)[1:] == blocks
 
 
-# an option of routing -> another value than its default, and what that value needs
+# an option of routing -> another value than its default; what some values need
 OPTIONS = {
-    "capacity_factor": {"capacity_factor": 0.5},
-    "eval_capacity_factor": {"eval_capacity_factor": 0.5},
-    "eval_capacity_token_fraction": {"eval_capacity_token_fraction": 0.1},
-    "second_expert_policy": {"second_expert_policy": "random"},
-    "normalize_before_dropping": {"normalize_before_dropping": True},
-    "batch_prioritized": {"batch_prioritized": True},
-    "use_pad_mask": {"use_pad_mask": True},
-    "gating_fp32": {"gating_fp32": False},
-    "gate_noise": {"gate_noise": 1.0},
-    "input_jitter": {"input_jitter": 0.5},
-    "input_dropout": {"input_dropout": 0.5},
-    "z_loss_weight": {"z_loss_weight": 0.1},
-    "load_importance_loss": {"load_importance_loss": True, "gate_noise": 1.0},
-    "balance_scope": {"balance_scope": "update"},
-    "balance_choices": {"balance_choices": "all"},
-    "balance_over": {"balance_over": "all"},
-    "load_bias": {"load_bias": "sign"},
-    "load_bias_rate": {"load_bias": "sign", "load_bias_rate": 0.1},
-    "drop_policy": {"drop_policy": "random"},
-    "overflow_rerouting": {"overflow_rerouting": 1},
-    "route_scale": {"route_scale": 2.0},
-    "expert_output_masking": {"expert_output_masking": 0.5},
-    "final_output_masking": {"final_output_masking": 0.5},
-    "local_drop": {"local_drop": 0.5},
-    "benchmark": {"benchmark": True},
-    "force_load": {"force_load": "1", "benchmark": True},
-}
+    "capacity_factor": 0.5, "eval_capacity_factor": 0.5, "eval_capacity_token_fraction": 0.1,
+    "second_expert_policy": "random", "normalize_before_dropping": True, "batch_prioritized": True,
+    "use_pad_mask": True, "gating_fp32": False, "gate_noise": 1.0, "input_jitter": 0.5,
+    "input_dropout": 0.5, "z_loss_weight": 0.1, "load_importance_loss": True,
+    "balance_scope": "update", "balance_choices": "all", "balance_over": "all", "load_bias": "sign",
+    "load_bias_rate": 0.1, "drop_policy": "random", "overflow_rerouting": 1, "route_scale": 2.0,
+    "expert_output_masking": 0.5, "final_output_masking": 0.5, "local_drop": 0.5,
+    "benchmark": True, "force_load": "1",
+}  # fmt: skip
+NEEDS = {
+    "load_importance_loss": {"gate_noise": 1.0}, "load_bias_rate": {"load_bias": "sign"},
+    "force_load": {"benchmark": True},
+}  # fmt: skip
 
 
 def test_the_table_has_all_options_of_routing():
@@ -317,18 +271,17 @@ def test_the_table_has_all_options_of_routing():
     assert OPTIONS.keys() == fields - set(_DECIDED)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: MySparseBlock(norm=True), lambda: GroupedBlock(name="chooser")],
-    ids=["block", "experts"],
-)
+MAKE = {"block": lambda: MySparseBlock(True), "experts": lambda: GroupedBlock(name="chooser")}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_restored_block_computes_what_the_layer_did_or_is_refused(option, make):
     model, x = nn.Sequential(nn.Linear(M, M), make()).eval(), torch.randn(40, M)
     with torch.no_grad():
         dense = model(x)
         try:
-            blocks = replace_moe(model, **OPTIONS[option])
+            blocks = replace_moe(model, **{option: OPTIONS[option]}, **NEEDS.get(option, {}))
         except ValueError as error:
             assert option in str(error) and "goes on routing by itself: leave out" in str(error)
             return

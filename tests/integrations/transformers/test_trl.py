@@ -7,6 +7,7 @@ the same batches one by one, whatever the trainer computes beside it.
 import copy
 import os
 import tempfile
+from string import ascii_lowercase
 
 import pytest
 import torch
@@ -44,23 +45,21 @@ def tokenizer():
     """Return a tokenizer of single letters, two of which end a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *map(chr, range(97, 97 + 26))]
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
+    words = [*special.values(), *ascii_lowercase]
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
 def row(trainer, number):
     """Return a sample: texts of several lengths."""
-    text, short = "abcdefghijklmnopqrstuvwxyz"[: 4 + number], "zyxwv"[: 1 + number % 4]
-    if trainer == "SFT":
-        return {"text": text}
-    if trainer == "DPO":
-        return {"prompt": short, "chosen": text, "rejected": text[::-2]}
-    if trainer == "KTO":
-        return {"prompt": short, "completion": text, "label": bool(number % 2)}
-    return {"prompt": short}
+    text, short = ascii_lowercase[: 4 + number], "zyxwv"[: 1 + number % 4]
+    more = {
+        "DPO": {"chosen": text, "rejected": text[::-2]},
+        "KTO": {"completion": text, "label": bool(number % 2)},
+    }
+    return {"text": text} if trainer == "SFT" else {"prompt": short, **more.get(trainer, {})}
 
 
 def gate(model):
@@ -88,25 +87,18 @@ def train(name, aux_weight, folder):
     import trl
 
     (more, has_reference), model = TRAINERS[name], make("qwen3_moe", use_cache=True).train()
-    blocks, extra = replace_moe(model), {}
+    options = {"aux_weight": aux_weight, "blocks": replace_moe(model)}
     if not aux_weight:
         # TRL's own balance loss; else it is left out, because we add one
         more = {**more, "router_aux_loss_coef": 0.0, "max_steps": 1}
     if has_reference:
-        extra["ref_model"] = copy.deepcopy(model)
+        options["ref_model"] = copy.deepcopy(model)
     if "num_generations" in more:
-        extra["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
+        options["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
+    options["train_dataset"] = datasets.Dataset.from_list([row(name, n) for n in range(ROWS)])
     mixed = type("Mixed", (MoETrainer, getattr(trl, f"{name}Trainer")), {})
-    host = mixed(
-        model,
-        args=getattr(trl, f"{name}Config")(folder, **{**OPTIONS, **more}),
-        train_dataset=datasets.Dataset.from_list([row(name, number) for number in range(ROWS)]),
-        processing_class=tokenizer(),
-        aux_weight=aux_weight,
-        blocks=blocks,
-        **extra,
-    )
-    watch = Watch(model)
+    args = getattr(trl, f"{name}Config")(folder, **{**OPTIONS, **more})
+    host, watch = mixed(model, args=args, processing_class=tokenizer(), **options), Watch(model)
     host.add_callback(watch)
     host.train()
     return host, watch
