@@ -26,15 +26,14 @@ def inputs():
     return torch.randn(7, 5, requires_grad=True)
 
 
-def test_observers_get_the_registered_operator():
-    """When compiled: test_library.py."""
+def test_every_kind_of_observer_is_noticed():
+    """Modes and tracers, which have dispatch keys; functions; the profiler; subclasses.
+
+    When compiled: test_library.py.
+    """
     with Dispatched() as seen:
         rows_of(inputs())
     assert any("dispatch" in name for name in seen.names)
-
-
-def test_every_kind_of_observer_is_noticed():
-    """Modes and tracers, which have dispatch keys; functions; the profiler; subclasses."""
     tensors = [inputs(), *MAPS]
     for observer in (Dispatched, BaseTorchFunctionMode, torch.profiler.profile, FakeTensorMode):
         assert _operator.is_plain_eager((*tensors, 2), tensors)
@@ -61,17 +60,12 @@ def step(module, x):
 
 
 def test_plain_eager_mode_runs_the_functions_alone(monkeypatch):
-    def never(*args):
-        raise AssertionError("the registered operator was called")
-
-    monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", never)
-    module, x = make()
-    step(module, x)
-    for without_gradients in (torch.no_grad, torch.inference_mode):
-        with without_gradients():
-            module.eval()(torch.randn(6, 16))
-    with pytest.raises(AssertionError, match="was called"), Dispatched():
-        module(x)
+    monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", None)
+    step(*make())
+    with torch.inference_mode():
+        make()[0].eval()(torch.randn(6, 16))
+    monkeypatch.delattr(torch._C, "_dispatch_keys")  # a torch that cannot tell
+    assert not _torch_private.dispatch_questions()[0]()
 
 
 @pytest.mark.parametrize(
@@ -130,8 +124,3 @@ def test_the_router_adds_to_the_tokens_gradient_unless_a_hook_may_keep_it(hooked
     monkeypatch.setattr(chooser, "_requested", "torch")
     step(exact, leaf)
     assert rms_ratio(x.grad, leaf.grad) < 4e-3
-
-
-def test_a_torch_that_cannot_tell_gets_registered_operators(monkeypatch):
-    monkeypatch.delattr(torch._C, "_dispatch_keys")
-    assert not _torch_private.dispatch_questions()[0]()
