@@ -1,5 +1,6 @@
 """Ranks that disagree raise an error at once; small agreements between all ranks."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,82 +28,7 @@ from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.ops import ActivationMemory
 from fairseq_tutel.training import add_lora, collect_aux
 
-W = 4
-# words of the message -> value by rank
-DIFFERENCES = {
-    "top_k": (2, 2, 1, 2),
-    "capacity_factor": (1.0, 1.0, 1.0, 1.25),
-    "eval_capacity_factor": (0.0, 2.0, 0.0, 0.0),
-    "eval_capacity_token_fraction": (0.25, 0.0, 0.0, 0.0),
-    "balance_scope": ("rank", "global", "rank", "rank"),
-    "model_dim": (8, 8, 8, 16),
-    "dtype": (torch.float32, torch.float32, torch.float16, torch.float16),
-    "mode": ("training", "evaluation") * 2,
-    "overlap_degree": (2, 4, 2, 2),
-}
-
-
-@on_ranks(W)
-def test_differences_are_named_with_ranks_and_values():
-    _small_agreements()
-    _disagree_in_one_block()
-    rank, _ = process_world()
-    groups = build_groups(W)
-    for name, values in DIFFERENCES.items():
-        value = values[rank]
-        options = {"model_dim": 8, "top_k": 2}
-        if name not in ("dtype", "mode", "overlap_degree"):
-            options[name] = value
-        layer = MoELayer(num_experts=W, hidden_dim=8, groups=groups, **options)
-        if name == "mode":
-            layer.train(value == "training")
-        if name == "dtype":
-            layer.to(value)
-        changed = {}
-        if name == "overlap_degree":
-            changed["exchange"] = ExchangeConfig(overlap_degree=value)
-        x = torch.randn(5, options["model_dim"], dtype=layer.experts.fc1_weight.dtype)
-        with pytest.raises(ValueError) as caught:
-            layer(x, **changed)
-        message = str(caught.value)
-        assert message.startswith(f"MoE ranks disagree on {name}")
-        for value in set(values):
-            ranks = [r for r, v in enumerate(values) if v == value]
-            assert f"{value} on ranks {ranks}" in message
-    layer = MoELayer(8, W, 8, groups=groups)
-    assert layer(torch.randn(rank, 8)).shape == (rank, 8)  # the ranks are in step afterwards
-
-
 FOUR_CHUNKS: dict[str, Any] = {"exchange": ExchangeConfig(overlap_degree=4)}
-# words of the message -> options of one call of each rank
-CALLS = {
-    "top_k: 1 on ranks [0]; 2 on ranks [1]": ({"top_k": 1}, {}),
-    "capacity_factor: 0.0 on ranks [1]; 1.0 on ranks [0]": ({}, {"capacity_factor": 0.0}),
-    "overlap_degree: 1 on ranks [1]; 4 on ranks [0]": (FOUR_CHUNKS, {}),
-}
-
-
-@on_ranks(2)
-def test_options_of_one_call_and_settings_of_a_subclass_are_compared():
-    rank, _ = process_world()
-    layer = MoELayer(8, 2, 8, groups=build_groups(2))
-    x = torch.randn(6, 8)
-    for words, options in CALLS.items():
-        with pytest.raises(ValueError) as caught:
-            layer(x, **options[rank])
-        assert words in str(caught.value)
-    assert layer(x, top_k=1, capacity_factor=0.0).shape == (6, 8)
-    assert layer(x, **FOUR_CHUNKS).shape == (6, 8)
-    # nothing is built inside a step, where a rank that chose alone would wait for the others
-    if rank == 0:
-        with pytest.raises(ValueError, match="'2dh'.* was not built .*prepare_exchanges"):
-            layer(x, exchange="2dh")
-    layer.prepare_exchanges(["2dh", "linear"])
-    assert torch.equal(layer(x, exchange="2dh"), layer(x))
-    _disagree_on_a_new_setting()
-    _two_stacks()
-    _disagree_in_what_a_pass_does()
-    _differ_where_ranks_may()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -170,29 +96,25 @@ LEAN: dict[str, Any] = {"activation_memory": "lean"}
 OVER_RANKS: dict[str, Any] = {"balance_scope": "global"}
 
 
-def within(context, call=lambda layer, x: layer(x)):
-    """Return the function that makes a call within a context."""
+def within(context, change=lambda layer: None, call=lambda layer, x: layer(x)):
+    """Return the function that changes the layer and calls it within a context."""
 
     def changed(layer, x):
+        change(layer)
         with context():
             return call(layer, x)
 
     return changed
 
 
-def after(change, call=lambda layer, x: layer(x)):
+def after(change):
     """Return the function that changes the layer before a call."""
-    return lambda layer, x: (change(layer), call(layer, x))[1]
+    return within(contextlib.nullcontext, change)
 
 
 def _collecting(layer, x):
     with collect_aux(layer) as aux:
         y = layer(x)
-    return y + aux.loss
-
-
-def _asking(layer, x):
-    y, aux = layer(x, return_aux=True)
     return y + aux.loss
 
 
@@ -202,17 +124,45 @@ _hooked = after(lambda layer: layer.experts.register_forward_hook(lambda *args: 
 _counting_flops = within(lambda: FlopCounterMode(display=False))
 _with_lora = after(lambda layer: add_lora(layer, freeze=False))
 _minimal = after(lambda layer: setattr(layer.experts, "memory", ActivationMemory("minimal")))
-_evaluated = after(lambda layer: layer.eval(), within(torch.no_grad))
+_evaluated = within(torch.no_grad, lambda layer: layer.eval())
+_asking = within(contextlib.nullcontext, call=lambda layer, x: layer(x, return_aux=True)[0])
 
-# word of the message, options of the layer on both ranks, its call on rank 1
+
+def other(**options):
+    """Return the function that calls a layer with other options in place of the given one."""
+
+    def call(layer, x):
+        given = {"model_dim": 8, "hidden_dim": 8, "num_experts": 4, "capacity_factor": 0.0}
+        made = MoELayer(**{**given, **options})
+        return made(torch.randn(6, made.model_dim, requires_grad=True))
+
+    return call
+
+
+def with_options(**options):
+    return lambda layer, x: layer(x, **options)
+
+
+# words of the message, options of the layer on both ranks, its call on rank 1
 STATES: list[tuple[str, dict[str, Any], Callable]] = [
+    ("top_k: 1 on ranks .1.; 2 on ranks .0.", {}, with_options(top_k=1)),
+    ("top_k: 1 on ranks .1.; 2 on ranks .0.", {}, other(top_k=1)),
+    ("capacity_factor: 0.0 on ranks .0.; 1.0 on ranks .1.", {}, with_options(capacity_factor=1.0)),
+    ("overlap_degree: 1 on ranks .0.; 4 on ranks .1.", {}, with_options(**FOUR_CHUNKS)),
+    ("overlap_degree: 1 on ranks .1.; 4 on ranks .0.", FOUR_CHUNKS, other()),
+    ("eval_capacity_factor: .* 2.0 on ranks .1.", {}, other(eval_capacity_factor=2.0)),
+    ("eval_capacity_token_fraction: 0.0 on .*; 0.25 on ranks .1.",
+     {"eval_capacity_token_fraction": 0.0}, other(eval_capacity_token_fraction=0.25)),
+    ("balance_scope: global on ranks .1.; rank on ranks .0.", {}, other(balance_scope="global")),
+    ("model_dim: 16 on ranks .1.; 8 on ranks .0.", {}, other(model_dim=16)),
+    ("skip_exchange", {}, other(skip_exchange=True)),
     ("gradients_of", {}, within(torch.no_grad)),
     ("gradients_of", {}, lambda layer, x: layer(x.detach())),
     ("gradients_of", LEAN, within(torch.no_grad)),
     ("gradients_of", {}, lambda layer, x: checkpoint(layer, x, use_reentrant=True)),
     ("checkpointing", {}, lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
-    ("mode", {}, lambda layer, x: layer.eval()(x)),
-    ("dtype", {}, within(lambda: torch.autocast("cpu", torch.bfloat16))),
+    ("mode: evaluation on ranks .1.; training on", {}, lambda layer, x: layer.eval()(x)),
+    ("dtype: .*bfloat16 on", {}, within(lambda: torch.autocast("cpu", torch.bfloat16))),
     ("activation_memory", LEAN, _minimal),
     ("activation_memory", {}, _minimal),
     ("activation_memory", LEAN, _hooked),
@@ -226,24 +176,33 @@ STATES: list[tuple[str, dict[str, Any], Callable]] = [
     ("experts", {"exchange": ExchangeConfig(r=0)}, _with_lora),
     ("balance_loss", OVER_RANKS, _asking),
     ("balance_loss", OVER_RANKS, _collecting),
-]
+]  # fmt: skip
 
 
-def _disagree_in_what_a_pass_does():
-    """What one rank changes alone is refused on both, before anything moves."""
+@on_ranks(2)
+def test_what_one_rank_does_alone_is_refused_on_all():
+    """Before anything moves."""
     rank, _ = process_world()
-    for word, options, change in STATES:
-        layer = MoELayer(8, 4, 8, capacity_factor=0.0, seed=0, **options)
+    for words, options, change in STATES:
+        layer = MoELayer(8, 4, 8, **{"capacity_factor": 0.0, "seed": 0, **options})
         x = torch.randn(6, 8).requires_grad_()
-        with pytest.raises(ValueError, match=f"MoE ranks disagree on {word}: .*on ranks"):
+        words = words if ":" in words else f"{words}: .*on ranks"
+        with pytest.raises(ValueError, match=f"^MoE ranks disagree on {words}"):
             change(layer, x) if rank else layer(x)
+    if rank == 0:  # nothing is built inside a step, where a rank alone waits for the others
+        with pytest.raises(ValueError, match="'2dh'.* was not built .*prepare_exchanges"):
+            layer(x, exchange="2dh")
     # no input has a gradient, and one rank's experts are frozen
     layer = MoELayer(8, 4, 8, capacity_factor=0.0)
     with pytest.raises(ValueError, match="gradients_of: experts on ranks .0.; nothing on ranks .1"):
         _frozen(layer, torch.randn(6, 8)) if rank else layer(torch.randn(6, 8))
-    layer = MoELayer(8, 4, 8, capacity_factor=0.0, skip_exchange=rank == 1)
-    with pytest.raises(ValueError, match="skip_exchange"):
-        layer(torch.randn(6, 8))
+    layer, x = MoELayer(8, 4, 8), torch.randn(rank, 8)
+    assert layer(x).shape == layer(x, top_k=1, **FOUR_CHUNKS).shape == x.shape  # again in step
+    layer.prepare_exchanges(["2dh", "linear"])
+    assert torch.equal(layer(x, exchange="2dh"), layer(x))
+    _disagree_on_a_new_setting()
+    _two_stacks()
+    _differ_where_ranks_may()
 
 
 def _differ_where_ranks_may():
@@ -253,7 +212,7 @@ def _differ_where_ranks_may():
         ({}, _frozen),
         ({}, _hooked),
         ({}, _counting_flops),
-        ({}, lambda layer, x: layer(x, return_aux=True)[0]),
+        ({}, _asking),
         (LEAN, _frozen),
         ({}, _evaluated),
         (BALANCED, _evaluated),
@@ -272,28 +231,19 @@ def _differ_where_ranks_may():
         torch.testing.assert_close(*results)
 
 
-def _disagree_in_one_block():
+@on_ranks(4)
+def test_blocks_and_small_agreements():
     """E < W: ranks exchange in blocks; the message has global ranks, the other block goes on."""
-    rank, _ = process_world()
-    groups = build_groups(2)
-    layer = MoELayer(8, 2, 8, groups=groups, top_k=1 if rank == 3 else 2)
-    if rank < 2:
-        layer(torch.randn(3, 8))
-    else:
-        with pytest.raises(ValueError, match=r"top_k: 1 on ranks \[3\]; 2 on ranks \[2\]"):
-            layer(torch.randn(3, 8))
-
-
-def _small_agreements():
     rank, size = process_world()
-    groups = build_groups(size)
-    assert sync_step(10 * rank, None, groups).num_tokens == 10 * (size - 1)
-
+    layer = MoELayer(8, 2, 8, groups=build_groups(2), top_k=1 if rank == 3 else 2)
+    words = r"top_k: 1 on ranks \[3\]; 2 on ranks \[2\]"
+    with contextlib.nullcontext() if rank < 2 else pytest.raises(ValueError, match=words):
+        layer(torch.randn(3, 8))
+    assert sync_step(10 * rank, None, build_groups(size)).num_tokens == 10 * (size - 1)
     texts = [None, "", "a b", "größe\n" * 50]
     assert gather_texts(texts[rank]) == texts
     assert gather_texts(None) == [None] * size
     assert gather_texts("same") == ["same"] * size
-
     cpu = torch.device("cpu")
     assert any_rank(rank == 2, cpu) is True
     assert any_rank(False, cpu) is False

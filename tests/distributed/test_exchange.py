@@ -8,11 +8,9 @@ from helpers.distributed import on_ranks
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import (
-    ExpertParallelGroups,
     build_exchange,
     build_groups,
     process_world,
-    register_exchange,
 )
 from fairseq_tutel.distributed.exchanges import (
     Direction,
@@ -62,7 +60,6 @@ def test_exchanges_and_their_gradients(world_size):
 def _exchange(name, ranks_per_node):
     rank, size = process_world()
     exchange = build_exchange(ExchangeConfig(name, ranks_per_node), build_groups(2 * size))
-    assert exchange.name == name
     order = exchange.algorithm.send_order
 
     # equal parts; rank r sends 2r + to rows to rank `to`, none from 0 to 0; nothing but from 1 to 0
@@ -119,19 +116,6 @@ def test_simulated_exchange_copies_as_many_rows(name):
     assert splits.sent_P == splits.received_P == [1, 5, 9, 13]
 
 
-def test_one_rank_does_not_copy():
-    rows = torch.randn(3, 2)
-    exchange = build_exchange("linear", ExpertParallelGroups(4))
-    assert exchange.dispatch(rows) is rows and exchange.combine(rows) is rows
-
-
-def test_unknown_and_taken_names_are_refused():
-    with pytest.raises(ValueError, match="'quick' is unknown; choose one of 2dh, linear;"):
-        MoELayer(8, 2, exchange="quick")
-    with pytest.raises(ValueError, match="'linear' is registered already"):
-        register_exchange("linear")(LocalCopy)
-
-
 @on_ranks(2)
 def test_ranks_with_different_exchanges_are_named_and_exchanges_left_out():
     rank, _ = process_world()
@@ -144,10 +128,9 @@ def test_ranks_with_different_exchanges_are_named_and_exchanges_left_out():
             MoELayer(8, 2, 8, groups=build_groups(2), exchange=choices[rank])
     for factor in (1.0, 0.0):  # left out, also on several ranks
         layer = MoELayer(6, 4, 8, skip_exchange=True, capacity_factor=factor)
-        x = torch.randn(12, 6, requires_grad=True)
-        y = layer(x)
+        y = layer(x := torch.randn(12, 6, requires_grad=True))
         y.sum().backward()
-        assert y.shape == x.shape and torch.isfinite(y).all() and torch.isfinite(x.grad).all()
+        assert y.shape == x.shape and y.isfinite().all() and x.grad.isfinite().all()
 
 
 def test_the_time_of_an_exchange_is_measured_without_its_gradient():
@@ -168,21 +151,13 @@ def test_the_time_of_an_exchange_is_measured_without_its_gradient():
     assert torch.equal(rows.grad, torch.ones(4, 2)) and record.cpu_ms == measured
 
 
-W, M = 4, 6
-
-
-def test_a_handle_is_waited_for_once():
-    exchange = build_exchange("linear", build_groups(W, simulate_world_size=W))
-    rows = torch.ones(W, M)
-    handle = exchange.start(rows, Direction.DISPATCH, None, stream_of(rows.device))
-    assert torch.equal(handle.wait(), rows)
-    with pytest.raises(RuntimeError, match="the dispatch exchange was waited for before"):
-        handle.wait()
-
-
-def test_what_arrived_may_be_changed_in_place():
-    exchange = build_exchange("linear", build_groups(W, simulate_world_size=W))
-    rows = torch.randn(W, M, requires_grad=True)
+def test_a_handle_is_waited_for_once_and_what_arrived_may_be_changed_in_place():
+    exchange = build_exchange("linear", build_groups(4, simulate_world_size=4))
+    rows = torch.randn(4, 6, requires_grad=True)
     for move in (exchange.dispatch, exchange.combine):
         (grad,) = torch.autograd.grad(move(rows).mul_(3).sum(), rows)
         assert torch.equal(grad, torch.full_like(grad, 3))
+    handle = exchange.start(rows.detach(), Direction.DISPATCH, None, stream_of(rows.device))
+    assert torch.equal(handle.wait(), rows)
+    with pytest.raises(RuntimeError, match="the dispatch exchange was waited for before"):
+        handle.wait()

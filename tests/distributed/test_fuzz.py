@@ -26,20 +26,12 @@ from fairseq_tutel.moe import MoELayer
 # by ranks; on 2 cores a case on 8 of them costs as much as three on 2
 SEEDS = {1: range(60), 2: range(0, 240, 2), 4: range(1, 280, 2), 8: range(0, 240, 4)}
 ENDS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
-GATED = ("fc_gate.weight", "fc_gate.bias", *ENDS)
 # which dimension has the hidden units
-CUT = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1, "fc_gate.weight": 0, "fc_gate.bias": 0}
-CLAMPED = {"bias": True, "limit": 0.7, "alpha": 1.5}
+CUT = {"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1}
 
 
 class Case(SimpleNamespace):
     """One layer on several ranks, and its tokens; :func:`case_of` draws it."""
-
-    @property
-    def memory(self):
-        if self.own:
-            return "fast"
-        return random.Random(f"memory {self.seed}").choice(["fast", "lean", "minimal"])
 
     @property
     def slices(self):
@@ -53,10 +45,6 @@ class Case(SimpleNamespace):
         """Global numbers of a rank's experts, and which of their slices it has."""
         first = rank % self.group_size * self.local_experts
         return range(first, first + self.local_experts), rank // self.group_size % self.slices
-
-    @property
-    def ends(self):
-        return GATED if self.clamped else ENDS
 
 
 def case_of(seed, ranks=4):
@@ -101,12 +89,12 @@ def case_of(seed, ranks=4):
         sigmoid=rng.random() < 0.3,
         biased=rng.random() < 0.3,  # whether a frozen bias takes part in the selection
         own=(own := placement == "replicated" and r == 1 and rng.random() < 0.4),
-        clamped=not own and rng.random() < 0.25,
         shared=rng.random() < 0.3,
         tokens=tuple(tokens),
         nulls=rng.choice([0, 0, 3]) if groups == 1 else 0,
         padded=rng.random() < 0.3,  # whether about every third token is padding
         helped=False,  # whether ranks help each other
+        memory="fast" if own else random.Random(f"{seed}").choice(["fast", "lean", "minimal"]),
     )
     if placement == "sliced" or own or rng.random() < 0.3:
         return case
@@ -139,8 +127,8 @@ def tensors_of(case):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     m, f = case.model_dim, case.hidden_dim
-    shapes = dict(zip(GATED, 2 * ((f, m), (f,)) + ((m, f), (m,)), strict=True))
-    weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in case.ends}
+    shapes = dict(zip(ENDS, ((f, m), (f,), (m, f), (m,)), strict=True))
+    weights = {(e, end): draw(*shapes[end]) for e in range(case.experts) for end in ENDS}
     xs, targets = ([draw(count, m) for count in case.tokens] for _ in range(2))
     pads = [draw(count) > 0.4 if case.padded else None for count in case.tokens]
     outputs = case.experts + case.nulls
@@ -168,11 +156,6 @@ def cut(tensor, case, end, index):
 
 def expert_of(x_M, weights, expert, case):
     w1, b1, w2, b2 = (weights[expert, end] for end in ENDS)
-    if case.clamped:
-        limit, alpha = CLAMPED["limit"], CLAMPED["alpha"]
-        gate_F = weights[expert, GATED[0]] @ x_M + weights[expert, GATED[1]]
-        gate_F, up_F = gate_F.clamp(max=limit), (w1 @ x_M + b1).clamp(-limit, limit)
-        return w2 @ (gate_F / (1 + torch.exp(-alpha * gate_F)) * (up_F + 1)) + b2
     return w2 @ getattr(F, case.activation)(w1 @ x_M + b1) + b2
 
 
@@ -180,7 +163,7 @@ def shared_output(x_M, case):
     if not case.shared:
         return torch.zeros_like(x_M)
     w1, b1, w2, b2, gate = shared_of(case).values()
-    activation = F.gelu if case.own or case.clamped else getattr(F, case.activation)
+    activation = F.gelu if case.own else getattr(F, case.activation)
     return torch.sigmoid(gate @ x_M) * (w2 @ activation(w1 @ x_M + b1) + b2)
 
 
@@ -234,8 +217,6 @@ def layer_of(case):
     own |= {"activation_memory": case.memory}
     if case.own:
         own = {"experts": [own_expert(case) for _ in range(case.local_experts)]}
-    elif case.clamped:
-        own |= {"expert_network": "clamped_swiglu", "expert_options": CLAMPED, "activation": "gelu"}
     chosen = case.group_size if case.placement == "replicated" else 0
     layer = MoELayer(
         case.model_dim,
@@ -260,7 +241,7 @@ def layer_of(case):
     state = {
         f"experts.{slot}.{end}": cut(weights[e, end], case, end, index)
         for slot, e in enumerate(experts)
-        for end in case.ends
+        for end in ENDS
     }
     router = {"gate.wg.weight": gate, **({"gate.load_bias": bias} if case.biased else {})}
     layer.double().load_state_dict({**router, **state, **shared_of(case)})
@@ -328,13 +309,15 @@ def check(case, by_rank):
         compare(f"the gradient of {key}", sums[key], grad, case)
 
 
-LONG = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 8)]
+SHORT = [(1, SEEDS[1]), (4, SEEDS[4][:40])]
+LONG = [(2, SEEDS[2]), (4, SEEDS[4][40:]), (8, SEEDS[8])]
 
 
-@pytest.mark.parametrize("ranks", [1, *LONG])
-def test_the_layer_is_the_loop_over_tokens(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "seeds"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)]
+)
+def test_the_layer_is_the_loop_over_tokens(ranks, seeds):
     given = os.environ.get("FUZZ_SEEDS")
-    seeds = SEEDS[ranks]
     if given:
         seeds = [int(seed) for seed in given.split(",")]
     results = run_ranks(_run_all, ranks, seeds, timeout=250)
@@ -346,14 +329,3 @@ def test_the_layer_is_the_loop_over_tokens(ranks):
             failures.append(str(error))
     if failures:
         pytest.fail(f"{len(failures)} of {len(seeds)} cases\n" + "\n\n".join(failures[:5]))
-
-
-def test_the_cases_reach_what_they_are_meant_to():
-    """Each value of each axis, with and without empty ranks and ranks that are all empty."""
-    cases = [case_of(seed) for seed in SEEDS[4]]
-    for name in vars(cases[0]).keys() - {"seed", "ranks", "tokens"}:
-        assert len({getattr(case, name) for case in cases}) > 1, name
-    assert {(c.slices, c.r) for c in cases if c.placement == "sliced"} >= {
-        (4, 0), (4, 1), (4, 2), (4, 4), (2, 0), (2, 1), (2, 2), (1, 0), (1, 1),
-    }  # fmt: skip
-    assert any(not any(case.tokens) for case in cases) and any(0 not in c.tokens for c in cases)

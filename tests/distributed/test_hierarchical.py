@@ -1,28 +1,14 @@
-"""The hierarchical exchange in a layer, bit for bit the linear one; nodes; its predicted time."""
+"""The hierarchical exchange: nodes, its predicted time. What goes where: test_exchange.py."""
 
 import logging
 import types
 
 import pytest
-import torch
 from helpers.distributed import on_ranks
-from helpers.layers import compare_with_linear
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
 from fairseq_tutel.distributed import build_exchange, build_groups, process_world
 from fairseq_tutel.distributed.world import even_nodes, ranks_per_node
-
-# capacity factors with each layout
-FACTORS = (("padded", 1.0), ("ragged", 0.0), ("ragged", -0.5), ("evaluation", 1.0))
-
-
-@on_ranks(4, timeout=200)
-def test_a_layer_is_the_same_bit_for_bit():
-    exchange = ExchangeConfig("2dh", 2)
-    for number, (layout, factor) in enumerate(FACTORS):
-        dtype = (torch.float64, torch.bfloat16)[number % 2]  # of rows alone, all: test_exchange.py
-        # more experts than ranks, and as many
-        compare_with_linear(exchange, 8 - 4 * (number > 1), layout, dtype, capacity_factor=factor)
 
 
 @pytest.mark.parametrize(

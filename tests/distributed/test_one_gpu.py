@@ -16,16 +16,15 @@ M, HIDDEN, EXPERTS, TOKENS = 16, 24, 4, (17, 9)
 FACTORS = (8.0, 0.0, 8.0, 0.0)  # padded and ragged in turn; nothing is dropped
 
 
-def stack(groups, device):
-    torch.manual_seed(3)
-    return [MoELayer(M, EXPERTS, HIDDEN, capacity_factor=factor, groups=groups, seed=number)
-            .to(device) for number, factor in enumerate(FACTORS)]  # fmt: skip
-
-
-def train(layers, x, target):
+def train(groups, device, mine):
     """Two steps of a residual stack, its layers recomputed; [output, dx, gate gradients, loads]."""
-    x = x.clone().requires_grad_()
-    loads = []
+    torch.manual_seed(3)
+    layers = [
+        MoELayer(M, EXPERTS, HIDDEN, capacity_factor=factor, groups=groups, seed=seed).to(device)
+        for seed, factor in enumerate(FACTORS)
+    ]
+    x, target = (part[mine].to(device) for part in torch.randn(2, sum(TOKENS), M))
+    x, loads = x.requires_grad_(), []
 
     def run(layer, h):
         y, aux = layer(h, return_aux=True)
@@ -42,23 +41,16 @@ def train(layers, x, target):
     return [t.detach().cpu() for t in (h, x.grad, gates, torch.stack(loads[: len(layers)]))]
 
 
-def _inputs():
-    torch.manual_seed(5)
-    return torch.randn(sum(TOKENS), M), torch.randn(sum(TOKENS), M)
-
-
 def _on_ranks(device):
     rank, _ = process_world()
-    x, target = (t.split(TOKENS)[rank].to(device) for t in _inputs())
-    return train(stack(build_groups(EXPERTS), device), x, target)
+    mine = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+    return train(build_groups(EXPERTS), device, mine)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_ranks_on_one_device_equal_one_rank(device):
-    layers = stack(ExpertParallelGroups(EXPERTS), "cpu")
-    y, dx, gates, loads = train(layers, *_inputs())
-    parts = run_ranks(_on_ranks, 2, device, timeout=60 if device == "cpu" else 90)
-    assert rms_ratio(torch.cat([part[0] for part in parts]), y) < 1e-5
-    assert rms_ratio(torch.cat([part[1] for part in parts]), dx) < 1e-5
-    assert rms_ratio(sum(part[2] for part in parts), gates) < 1e-5
-    assert torch.equal(sum(part[3] for part in parts), loads)
+    want = train(ExpertParallelGroups(EXPERTS), "cpu", slice(None))
+    parts = run_ranks(_on_ranks, 2, device, timeout=90)
+    y, dx, gates, loads = zip(*parts, strict=True)
+    found = torch.cat(y), torch.cat(dx), sum(gates), sum(loads)
+    assert all(rms_ratio(*pair) < 1e-5 for pair in zip(found, want, strict=True))

@@ -7,31 +7,24 @@ import time
 
 import pytest
 import torch
-from helpers.assertions import rms_ratio
+from helpers.assertions import assert_tensors_close
 from helpers.distributed import on_ranks
-from helpers.layers import HIDDEN, LAYOUTS, M, make_layer, run, tokens_of
-from torch import nn
+from helpers.layers import LAYOUTS, M, make_layer, run, tokens_of
 
 from fairseq_tutel import ops
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import build_groups, gather_texts, process_world
 from fairseq_tutel.distributed.exchanges import Direction, Exchange
-from fairseq_tutel.distributed.exchanges import exchange as exchange_module
-from fairseq_tutel.moe import MoELayer, call_plan
+from fairseq_tutel.moe import call_plan
 
 
 def use_move(layer, move):
-    """Let ``move(that of the layer's algorithm, *arguments)`` move its rows.
-
-    Returns:
-        The layer's choice before.
-    """
+    """Let ``move(that of the layer's algorithm, *arguments)`` move its rows."""
     before = layer.exchange_choice
     algorithm = copy.copy(before.exchange.algorithm)
     algorithm.move = functools.partial(move, algorithm.move)
     exchange = Exchange(algorithm, before.exchange.codec, before.exchange.timed)
     layer.exchange_choice = before._replace(exchange=exchange)
-    return before
 
 
 def failing(direction):
@@ -59,29 +52,17 @@ def recording(log):
 
 @on_ranks(4, timeout=250)
 def test_collectives_have_one_order():
-    """One order on all ranks, also where one has no tokens; drops as without overlap."""
-    buffer = exchange_module._buffer
-    # memory that rows have not arrived in is NaN
-    exchange_module._buffer = lambda *args: buffer(*args).fill_(torch.nan)
+    """One order on all ranks, also where one has no tokens. Values: test_fuzz.py."""
     x, target, rows = tokens_of()
-    for own, factor, name in itertools.product((False, True), (1.0, -0.5), ("linear", "2dh")):
-        logs = {}
-        for degree in (1, 4):
-            config = ExchangeConfig(name, 2, degree)
-            layer = make_layer(build_groups(8), own=own, exchange=config, capacity_factor=factor)
-            log = []
-            use_move(layer, recording(log))
-            given = x[rows].clone().requires_grad_()
-            # used twice in one pass, and two passes before the gradients are looked at
-            for _ in range(2):
-                y, aux = layer(given, return_aux=True)
-                y = layer(y + given)
-                (y * target[rows]).sum().backward()
-            grads = [p.grad for p in layer.parameters()]
-            logs[degree] = log, [y.detach(), given.grad, *grads], aux
-        (_, want, want_aux), (log, got, aux) = logs[1], logs[4]
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-        assert torch.equal(aux.num_kept_per_expert_E, want_aux.num_kept_per_expert_E)
+    for (own, factor), name in zip(((False, 1.0), (True, -0.5)), ("linear", "2dh"), strict=True):
+        config, log = ExchangeConfig(name, 2, overlap_degree=4), []
+        layer = make_layer(build_groups(8), own=own, exchange=config, capacity_factor=factor)
+        use_move(layer, recording(log))
+        given = x[rows].clone().requires_grad_()
+        # used twice in one pass, and two passes before the gradients are looked at
+        for _ in range(2):
+            y = layer(layer(given) + given)
+            (y * target[rows]).sum().backward()
         directions = [line.rsplit(" ", 1)[0] for line in log]
         forward = [direction for direction in ("dispatch", "combine") for _ in range(4)]
         backward = [f"{direction} gradient" for direction in forward[::-1]]
@@ -90,6 +71,8 @@ def test_collectives_have_one_order():
         if factor > 0:  # sizes are those of all ranks: the backward pass mirrors the forward one
             mirrored = [line.replace(" gradient", "") for line in log[31:15:-1]]
             assert mirrored == log[:16]
+    # memory that rows have not arrived in is NaN
+    assert given.grad.isfinite().all() and y.isfinite().all()
 
 
 # in one process, which plays a rank of four: copies take the place of messages
@@ -153,43 +136,13 @@ def test_schedule_is_that_of_the_docstring(monkeypatch):
         assert missing not in stream.log and ">11" in stream.log
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_modes_of_the_caller(own):
-    """Modes are settings of each thread, and the stream has its own."""
-    layer, x = simulated(4, own)
-    want = layer(x)
-    want.sum().backward()
-    gradient, x.grad = x.grad, None
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            torch.testing.assert_close(layer(x), want)
-    with torch.autograd.set_detect_anomaly(True):
-        layer(x).sum().backward()
-    torch.testing.assert_close(x.grad, gradient)
-    layer.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x.detach().float())
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.double(), want, rtol=0.1, atol=0.05)
-
-
-def test_experts_that_somebody_looks_at_are_called():
-    """As fairseq's search for the module of a NaN does, by hooks."""
+def test_experts_whose_forward_is_replaced_are_called():
+    """As fairseq's checkpoint_wrapper does; hooks: test_product.py."""
     layer, x = simulated(4)
-    want, calls = layer(x), []
-    handle = layer.experts.register_forward_hook(lambda *args: calls.append(1))
+    want, calls, forward = layer(x), [], layer.experts.forward
+    layer.experts.forward = lambda *args: calls.append("replaced") or forward(*args)
     torch.testing.assert_close(layer(x), want)
     assert len(calls) == 4
-    handle.remove()
-    layer(x)
-    assert len(calls) == 4
-    with nn.modules.module.register_module_forward_hook(lambda m, *_: calls.append(m)):
-        layer(x)
-    assert calls.count(layer.experts) == 4
-    forward = layer.experts.forward  # fairseq's checkpoint_wrapper replaces it
-    layer.experts.forward = lambda *args: calls.append("replaced") or forward(*args)
-    layer(x)
-    assert calls.count("replaced") == 4
 
 
 def test_times_are_taken_without_overlap():
@@ -199,52 +152,40 @@ def test_times_are_taken_without_overlap():
     assert aux.record.cpu_ms > 0 and layer.exchange_config.overlap_degree == 1
 
 
-def test_one_rank_has_nothing_to_overlap(monkeypatch):
-    monkeypatch.setattr(call_plan, "stream_of", None)
-    layer = MoELayer(M, 4, HIDDEN, exchange=ExchangeConfig(overlap_degree=8))
-    assert layer(torch.randn(5, M)).shape == (5, M)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_second_stream_gives_the_same(layout, own, dtype, rounding, device="cuda"):
+def test_a_second_stream_gives_the_same(layout, own, dtype, most, device="cuda"):
     """Copies take the place of messages; memory is given back and taken again between the runs."""
-    groups = build_groups(8, simulate_world_size=4)
+    groups, results = build_groups(8, simulate_world_size=4), []
     x, target = torch.randn(2, 4096, M, device=device, dtype=dtype)
-    want = None
     for degree in (1, 4, 4, 8):
         config = ExchangeConfig(overlap_degree=degree)
         layer = make_layer(groups, layout, dtype, own, exchange=config).to(device)
-        got = run(layer, x, target)
-        want = want or got
-        for name, value in want.items():
-            assert rms_ratio(got[name], value) < rounding, (degree, name)
+        results.append(run(layer, x, target))
+        assert_tensors_close(results[-1], results[0], most)
 
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_an_error_in_the_stream_reaches_the_user(direction, own):
     layer, x = simulated(4, own)
-    works = use_move(layer, failing(direction))
+    works = layer.exchange_choice
+    use_move(layer, failing(direction))
     with pytest.raises(ValueError, match="the link is down"):
         layer(x).sum().backward()
     layer.exchange_choice = works
     layer(x).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "name, number, sent",  # which call of the experts fails, and what had been sent by then
-    [
-        ("network_fwd", 1, 5),
-        ("network_bwd", 2, 14),
-        ("network_bwd_params", 0, 16),
-        ("forward", 1, 5),  # of experts of one's own
-    ],
-)
+FAILING = [  # which call of the experts fails, and what had been sent by then
+    ("network_fwd", 1, 5), ("network_bwd", 2, 14), ("network_bwd_params", 0, 16),
+    ("forward", 1, 5),  # of experts of one's own
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, number, sent", FAILING)
 def test_an_error_of_the_experts_comes_after_what_is_under_way(name, number, sent, monkeypatch):
     layer, x = simulated(4, own=name == "forward")
     moved = []

@@ -25,3 +25,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     def total(self, without_last_dim=None):
         sizes = self._sizes.values()
         return sum(n for n, last in sizes if tuple(last) != (without_last_dim,))
+
+    def largest(self):
+        return max(nbytes for nbytes, _ in self._sizes.values())

@@ -6,17 +6,22 @@ import logging
 import pytest
 import torch
 from helpers.assertions import assert_tensors_close, rms_ratio
-from helpers.dispatched import spied
 
 from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import Experts, MoELayer
 from fairseq_tutel.ops import backend as backend_module
 
+
+class Doubled(Experts):
+    """A network of a user's own that changes what the built-in one computes."""
+
+    def compute(self, prepared, rows, offsets):
+        return 2 * super().compute(prepared, rows, offsets)
+
+
 CASES = {
     "top-2 with drops": dict(capacity_factor=0.5),
-    "top-1": dict(top_k=1),
-    "dropless top-4": dict(top_k=4, capacity_factor=0.0),
     "bounded, prioritised, normalised before": dict(
         capacity_factor=-0.5, batch_prioritized=True, normalize_before_dropping=True
     ),
@@ -27,10 +32,11 @@ CASES = {
     "sampling and padding": dict(second_expert_policy="sampling", use_pad_mask=True),
     "random": dict(second_expert_policy="random"),
     "gated with biases": dict(expert_network="swiglu", expert_options={"bias": True}),
+    "network of a user's own": dict(capacity_factor=0.0, own=True),
+    "bias in a frozen layer": dict(capacity_factor=0.0, frozen=True),
     "clamped with biases": dict(
         expert_network="clamped_swiglu", expert_options={"bias": True}, capacity_factor=0.0
     ),
-    "gated, dropless": dict(expert_network="geglu", capacity_factor=0.0),
     "null and shared experts, outputs masked": dict(
         null_experts=3, shared_expert_dim=10, expert_output_masking=0.2, final_output_masking=0.2
     ),
@@ -56,89 +62,49 @@ def outcome(layer, x, pad_mask, call=None):
     result = {"y": y, "loss": aux.loss, "dx": x.grad}
     result["metrics"] = torch.tensor(list(aux.metrics_dict().values()))
     result["load"] = aux.load_E.float()
-    result.update({f"d {name}": p.grad.clone() for name, p in layer.named_parameters()})
-    return {name: value.detach() for name, value in result.items()}
+    result |= {f"d {n}": p.grad for n, p in layer.named_parameters() if p.requires_grad}
+    return {name: value.detach().clone() for name, value in result.items()}
 
 
-def example(device, **options):
+def example(device, own=False, frozen=False, **options):
     torch.manual_seed(1)
     layer = MoELayer(16, 6, 24, **options).to(device)
+    if own:
+        layer.experts.__class__ = Doubled
     x = torch.randn(2, 9, 16, device=device)
     pad_mask = torch.zeros(2, 9, dtype=torch.bool, device=device)
     pad_mask[:, 7:] = True
+    if frozen:
+        layer.experts.fc2_bias.requires_grad_(False)
     return layer, x, pad_mask
 
 
-@pytest.mark.interpreted
+TRITON = [
+    pytest.param("cpu", marks=pytest.mark.interpreted),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", TRITON)
 @pytest.mark.parametrize("name", CASES)
-def test_triton_equals_torch(name):
-    layer, x, pad_mask = example("cpu", **CASES[name])
-    results = {}
-    for backend in ("torch", "triton"):
-        ops.set_backend(backend)
-        results[backend] = outcome(layer, x, pad_mask)
-    assert_tensors_close(results["triton"], results["torch"], 1e-5)
-
-
-class Doubled(Experts):
-    """A network of a user's own that changes what the built-in one computes."""
-
-    def compute(self, prepared, rows, offsets):
-        return 2 * super().compute(prepared, rows, offsets)
-
-
-# whether combine takes the bias in training and in evaluation
-BIAS = {"plain": [True, True], "frozen": [True, True], "dropout": [False, True],
-        "hook": [False, False], "own network": [False, False]}  # fmt: skip
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("case", BIAS)
-def test_combine_adds_the_last_bias_unless_somebody_sees_the_outputs(case, monkeypatch):
-    kernels = pytest.importorskip("fairseq_tutel.backends.triton")
-    layer = MoELayer(8, 4, 6, capacity_factor=0.0, dropout=0.1 * (case == "dropout"), seed=1)
-    if case == "own network":
-        layer.experts.__class__ = Doubled
-    layer.experts.fc2_bias.requires_grad_(case != "frozen")
-    x, results, seen = torch.randn(20, 8), [], []
-    if case == "hook":
-        layer.experts.register_forward_hook(lambda module, args, out: seen.append(out))
-    calls = spied(monkeypatch, kernels, "combine_fwd")
-    for backend in ("torch", "triton"):
-        ops.set_backend(backend)
-        layer(x).square().sum().backward()
-        results.append({"y": layer.eval()(x)})
-        if case != "dropout":  # the backends draw other masks
-            results[-1].update(
-                (n, p.grad) for n, p in layer.named_parameters() if p.grad is not None
-            )
-        layer.train().zero_grad()
-    assert [args[3] is not None for args, _, _ in calls] == BIAS[case]
-    assert_tensors_close(*results, 1e-5)
-    torch.testing.assert_close(seen[:2], seen[2:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_triton_on_a_gpu_equals_torch_on_a_cpu(name):
+def test_triton_equals_torch(name, device):
     options = dict(CASES[name])
-    if "second_expert_policy" in options:
-        options["second_expert_policy"] = "all"
+    if device == "cuda" and "second_expert_policy" in options:
+        options["second_expert_policy"] = "all"  # a GPU draws other numbers
     layer, x, pad_mask = example("cpu", **options)
-    expected = outcome(layer, x, pad_mask)
-    got = outcome(layer.cuda(), x.cuda(), pad_mask.cuda())
-    assert_tensors_close(got, expected, 1e-4)
+    ops.set_backend("torch")
+    want = outcome(layer, x, pad_mask)
+    ops.set_backend("triton")
+    got = outcome(*(each.to(device) for each in (layer, x, pad_mask)))
+    assert_tensors_close(got, want, 1e-5 if device == "cpu" else 1e-4)
 
 
-def twins(dtype, autocast, device, **options):
-    """(layer on the device, its fp64 twin on the CPU); widths fit torch's grouped product."""
+def twins(dtype, device, autocast=False, sizes=(16, 6, 32), **options):
+    """(layer on the device, its fp64 twin); widths fit torch's grouped product."""
     torch.manual_seed(1)
-    exact = MoELayer(16, 6, 32, **options)
-    with torch.no_grad():
-        for param in exact.parameters():
-            param.copy_(param.to(dtype))
-    layer = copy.deepcopy(exact).to(device, torch.float32 if autocast else dtype)
-    return layer, exact.double()
+    layer = MoELayer(*sizes, **options).to(device, dtype)
+    exact = copy.deepcopy(layer).double()
+    return layer.float() if autocast else layer, exact
 
 
 def run_twin(layer, x, target, autocast=None):
@@ -146,45 +112,44 @@ def run_twin(layer, x, target, autocast=None):
     x = x.detach().clone().requires_grad_()
     with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
         y, aux = layer(x, return_aux=True)
-    ((y.double() * target.to(x.device).double()).sum() + aux.loss).backward()
+    ((y.double() * target.double()).sum() + aux.loss).backward()
     grads = {"dx": x.grad, **{f"d {name}": p.grad for name, p in layer.named_parameters()}}
     return y.detach(), aux, grads
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"),
-    [
-        ("cpu", "torch"),
-        pytest.param("cpu", "triton", marks=pytest.mark.interpreted),
-        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
-    ],
-)
-@pytest.mark.parametrize(
-    ("dtype", "autocast", "factor"),  # 0: dropless
-    [
-        (torch.float16, False, 1.0), (torch.float16, True, 0.0), (torch.float32, False, 0.0),
-        (torch.bfloat16, False, 0.0), (torch.bfloat16, True, 1.0),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device, backend):
-    layer, exact = twins(dtype, autocast, device, capacity_factor=factor)
-    x, target = (torch.randn(2, 9, 16).to(dtype) for _ in range(2))
+def off(got, want):
+    """RMS error ratio, computed where the tensors are: there may be billions of elements."""
+    return ((got.detach().double() - want.detach()).norm() / want.detach().norm()).item()
+
+
+def compare_twins(layer, exact, x, target, backend, dtype, autocast=False):
     ops.set_backend("torch")
     want, want_aux, want_grads = run_twin(exact, x.double(), target)
     ops.set_backend(backend)
-    given = x.to(device, torch.float32 if autocast else dtype)
+    given = x.float() if autocast else x
     y, aux, grads = run_twin(layer, given, target, dtype if autocast else None)
-
     unit = max(torch.finfo(dtype).eps, 2e-6)  # fp32 sums in any order
     assert y.dtype == dtype and aux.loss.dtype == torch.float32
     # fp32 logits of the same numbers: the same decisions
-    assert torch.equal(aux.load_E.cpu(), want_aux.load_E)
-    assert rms_ratio(aux.loss, want_aux.loss) < 2e-6
-    assert rms_ratio(y, want) < 2 * unit
+    assert torch.equal(aux.load_E, want_aux.load_E) and rms_ratio(aux.loss, want_aux.loss) < 2e-6
+    assert off(y, want) < 2 * unit
     for name, grad in grads.items():
-        assert grad.dtype == (torch.float32 if autocast else dtype)
-        assert rms_ratio(grad, want_grads[name]) < 4 * unit, name
+        assert grad.dtype == given.dtype and off(grad, want_grads[name]) < 4 * unit, name
+
+
+@pytest.mark.parametrize(("device", "backend"), [
+    ("cpu", "torch"),
+    pytest.param("cpu", "triton", marks=pytest.mark.interpreted),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+])  # fmt: skip
+@pytest.mark.parametrize(("dtype", "autocast", "factor"), [  # 0: dropless
+    (torch.float16, False, 1.0), (torch.float16, True, 0.0), (torch.float32, False, 0.0),
+    (torch.bfloat16, False, 0.0), (torch.bfloat16, True, 1.0),
+], ids=str)  # fmt: skip
+def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device, backend):
+    layers = twins(dtype, device, autocast, capacity_factor=factor)
+    x, target = (torch.randn(2, 9, 16).to(device, dtype) for _ in range(2))
+    compare_twins(*layers, x, target, backend, dtype, autocast)
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")
@@ -210,24 +175,11 @@ def test_compiles_in_a_process_that_has_not_run_it_yet(name, case, monkeypatch, 
     assert_tensors_close(got, outcome(layer, x, pad_mask), 1e-6)
 
 
-# T, M, F, E, ranks that are simulated
-LARGE = {"padded": (5000, 4096, 16384, 512, 512), "dropless": (5000, 4096, 16384, 4, 0)}
-FACTOR = {"padded": 1.25, "dropless": 0.0}
-
-
-def clear_tokens(layer, count, dtype):
-    """[count, M] tokens whose three largest logits are well apart."""
-    x = torch.randn(2 * count, layer.model_dim, device="cuda").to(dtype)
-    logits = x.double() @ layer.gate.wg.weight.detach().double().t()
-    best = logits.topk(3, dim=1).values
-    chosen = x[(best[:, :-1] - best[:, 1:]).amin(dim=1) > 1e-4]
-    assert len(chosen) >= count
-    return chosen[:count]
-
-
-def large_rms_ratio(got, want):
-    """Of the error, computed where the tensors are: there are billions of elements."""
-    return ((got.detach().double() - want.detach()).norm() / want.detach().norm()).item()
+# sizes, tokens, simulated ranks, capacity factor
+LARGE = {
+    "padded": ((4096, 512, 16384), 5000, 512, 1.25),
+    "dropless": ((4096, 4, 16384), 5000, 0, 0.0),
+}
 
 
 @pytest.mark.gpu
@@ -235,22 +187,13 @@ def large_rms_ratio(got, want):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_layer_of_a_real_size_equals_fp64(dtype, layout):
     """Tuned tiles included. No tokens whose choices rounding would decide."""
-    tokens, model_dim, hidden_dim, experts, ranks = LARGE[layout]
-    torch.manual_seed(1)
-    groups = build_groups(experts, simulate_world_size=ranks)
+    sizes, tokens, ranks, factor = LARGE[layout]
+    groups = build_groups(sizes[1], simulate_world_size=ranks)
     with torch.device("cuda"):
-        layer = MoELayer(model_dim, experts, hidden_dim, capacity_factor=FACTOR[layout], seed=1,
-                         groups=groups)  # fmt: skip
-    layer = layer.to(dtype)
-    exact = copy.deepcopy(layer).double()
-    x = clear_tokens(layer, tokens, dtype)
-    target = torch.randn_like(x)
-    ops.set_backend("triton")
-    y, aux, grads = run_twin(layer, x, target)
-    ops.set_backend("torch")
-    want, want_aux, want_grads = run_twin(exact, x.double(), target)
-    assert torch.equal(aux.load_E, want_aux.load_E) and aux.load_E.sum() == 2 * tokens
-    unit = torch.finfo(dtype).eps
-    assert y.dtype == dtype and large_rms_ratio(y, want) < 2 * unit
-    for key, grad in grads.items():
-        assert grad.dtype == dtype and large_rms_ratio(grad, want_grads[key]) < 4 * unit, key
+        given = {"capacity_factor": factor, "seed": 1, "groups": groups}
+        layer, exact = twins(dtype, "cuda", sizes=sizes, **given)
+    x = torch.randn(2 * tokens, sizes[0], device="cuda").to(dtype)
+    best = (x.double() @ exact.gate.wg.weight.detach().t()).topk(3, dim=1).values
+    x = x[(best[:, :-1] - best[:, 1:]).amin(dim=1) > 1e-4][:tokens]
+    assert len(x) == tokens
+    compare_twins(layer, exact, x, torch.randn_like(x), "triton", dtype)

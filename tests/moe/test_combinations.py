@@ -49,12 +49,7 @@ OPTIONS = (
     Option("compact rows", exchange={"wire_compact": True}),
     Option("balance of ranks", exchange={"balance_ranks": True}, needs={"capacity_factor": 0}),
     Option("expert groups (P < W)", groups={"expert_parallel_size": 2}),
-    Option(
-        "slices (E < W)",
-        {"top_k": 1},
-        exchange={"r": 2},
-        groups={"placement": "sliced", "num_experts": 2},
-    ),
+    Option("slices (E < W)", {"top_k": 1}, {"r": 2}, {"placement": "sliced", "num_experts": 2}),
     Option("weights that travel (`r=0`)", exchange={"r": 0}),
     Option("`activation_memory='lean'`", {"activation_memory": "lean"}),
     Option("activation checkpointing"),
@@ -125,16 +120,12 @@ def tables(found: list[tuple[str, str]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def on_page() -> str:
-    """Return the tables that stand on the page."""
-    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-
-
 @pytest.mark.long
 def test_the_page_names_the_pairs_that_are_refused():
     of_ranks = run_ranks(refusals, 4, timeout=280)
     assert all(found == of_ranks[0] for found in of_ranks)
-    assert tables(of_ranks[0]) == on_page()
+    on_page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert tables(of_ranks[0]) == on_page
 
 
 if __name__ == "__main__":

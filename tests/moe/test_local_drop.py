@@ -22,16 +22,16 @@ def tokens(rank, step):
     return torch.randn(T, M, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
-def by_hand(x_TM, whole, place):
+def by_hand(x, whole, place):
     """The layer's output, with expert j computed by expert place(j) of a state dict."""
+    names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 
     def expert(x, j):
-        names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
         w1, b1, w2, b2 = (whole[f"experts.{place(j)}.{name}"] for name in names)
         return w2 @ torch.nn.functional.gelu(w1 @ x + b1) + b2
 
     config = MoEConfig(E, top_k=2, capacity_factor=0.0)
-    return naive.layer(x_TM, whole["gate.wg.weight"], expert, config)[0]
+    return naive.layer(x, whole["gate.wg.weight"], expert, config)[0]
 
 
 def _steps(options):
@@ -54,24 +54,22 @@ def _steps(options):
 def outputs_by_hand(rank, number, whole):
     """{whether nothing is exchanged: output of the rank} of a step."""
     x, local = tokens(rank, number), E // 2
-    places = {True: lambda j: rank * local + j % local, False: lambda j: j}
-    return {stays: by_hand(x, whole, place) for stays, place in places.items()}
+    stays = by_hand(x, whole, lambda j: rank * local + j % local)
+    return {True: stays, False: by_hand(x, whole, lambda j: j)}
 
 
 def equal(found, wanted):
     return torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"capacity_factor": 2.0}, {"capacity_factor": 0.0, "exchange": "2dh"}],
-    ids=["padded", "ragged"],
-)
+PADDED, RAGGED = {"capacity_factor": 2.0}, {"capacity_factor": 0.0, "exchange": "2dh"}
+
+
+@pytest.mark.parametrize("options", [PADDED, RAGGED], ids=["padded", "ragged"])
 def test_a_step_that_stays_is_computed_by_the_ranks_own_experts(options):
     """Experts then have the gradient of their own rank's tokens alone."""
-    whole = make().state_dict()
+    whole, stayed = make().state_dict(), []
     results = run_ranks(_steps, 2, options)
-    stayed = []
     for number in range(STEPS):
         stays = {}
         for rank, (found, _, _) in enumerate(results):

@@ -24,6 +24,7 @@ CASES = {
     "gated": {"hidden_dim": 128, "expert_network": "swiglu", "capacity_factor": 1.0},
     "shared": {"hidden_dim": 64, "shared_expert_dim": 128, "capacity_factor": 1.0},
     "lean": {"hidden_dim": 128, "capacity_factor": 1.0, "activation_memory": "lean"},
+    "minimal": {"hidden_dim": 128, "capacity_factor": 0.0, "activation_memory": "minimal"},
     "lean, fp8": {
         "hidden_dim": 128, "activation_memory": "lean", "activation_storage": "fp8",
         "expert_network": "swiglu",
@@ -41,8 +42,8 @@ def test_what_is_kept_is_what_autograd_saves(name):
     x = torch.randn(TOKENS, DIM, device="meta", requires_grad=True)
     with SavedBytes(x, *layer.parameters()) as saved:
         layer(x, return_aux=True)
-    # tables of the routing are not counted; nor, with null experts, that they are chosen unevenly
-    assert 0.98 * predicted <= saved.total() <= 1.2 * predicted
+    # nor are tables of the routing counted, nor that null experts are chosen unevenly
+    assert 0.98 * predicted <= saved.total() <= 1.2 * predicted + 24 * 2 * TOKENS
     assert need.kinds["weights"] == sum(4 * p.numel() for p in layer.parameters())
     assert need.needed == sum(need.kinds.values()) - need.kinds["weights"]
 

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 import torch
-from experts_on_ranks import by_hand, check_on_ranks
+from helpers import naive
 from helpers.distributed import on_ranks, run_ranks
 from torch import nn
 from torch.nn import functional
@@ -36,24 +36,24 @@ def formula(x, state):
 
 @on_ranks(1)
 def test_in_a_layer():
+    """On ranks, sliced, gathered, helped, recomputed: ``leaky`` in test_product.py."""
     register_documented()
     for factor in (0.0, 4.0):  # ragged, padded
         layer, x = make(4, capacity_factor=factor), torch.randn(TOKENS, M).double()
-        torch.testing.assert_close(layer(x), by_hand(layer, x, formula))
+        state = layer.state_dict()
+        own = [
+            {k.partition(f"s.{e}.")[2]: v for k, v in state.items() if f"s.{e}." in k}
+            for e in range(4)
+        ]
+        want, _ = naive.layer(
+            x, state["gate.wg.weight"], lambda x, e, own=own: formula(x, own[e]), layer.config
+        )
+        torch.testing.assert_close(layer(x), want)
     assert EXPERTS.get("mine").count(M, F) == (2 * M * F, 4 * M * F)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer.float()(x.float()).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="slope=-1.0 must be at least 0"):
         MoELayer(M, 4, F, expert_network="mine", expert_options={"slope": -1.0})
-
-
-@on_ranks(4, timeout=150)
-def test_on_ranks(tmp_path):
-    """Overlapped, gathered, sliced, helped and saved without a line about any of it."""
-    register_documented()
-    helped = {"balance_ranks": True, "balance_min_rows": 1}
-    cases = [(4, "replicated", 1, 2), (4, "replicated", 0, 1), (4, "replicated", 1, 1, helped)]
-    check_on_ranks(make, M, [*cases, (2, "sliced", 1, 2), (2, "sliced", 2, 2)], tmp_path)
 
 
 def in_fairseq():

@@ -47,6 +47,8 @@ IN_KERNELS = [
     {"network": "geglu", "keep": "minimal", "padded": True},
     {"network": "geglu", "keep": "lean", "place": "ranks", "degree": 2},
     {"network": "leaky", "place": "ranks", "degree": 2},
+    {"network": "ffn", "compute": "fp8", "padded": True},
+    {"network": "swiglu", "compute": "fp8", "keep": "minimal"},
 ]
 OPTIONS = {
     "swiglu": {"bias": True},

@@ -122,9 +122,31 @@ def test_arguments_of_a_call_that_do_not_fit(call, words):
         MoELayer(M, E, 8)(**{"x": torch.randn(T, M), **call})
 
 
+@pytest.mark.parametrize(("nulls", "words"), [(0, ""), (3, " and 3 null experts")])
+def test_logits_for_another_number_of_experts_are_refused(nulls, words):
+    layer = MoELayer(M, E, 8, null_experts=nulls, gate=nn.Linear(M, 2))
+    with pytest.raises(ValueError, match=f"logits for 2 experts, the layer has 4{words}$"):
+        layer(torch.randn(T, M))
+
+
 @pytest.mark.parametrize("sizes", [(M + 2, M), (M, M + 2)])
 @pytest.mark.parametrize("factor", [0.0, 2.0])
 def test_experts_of_a_wrong_width_are_named(sizes, factor):
     layer = MoELayer(M, E, expert_fn=lambda: nn.Linear(*sizes), capacity_factor=factor)
     with pytest.raises(ValueError, match=rf"an expert maps \[n, {M}\] to .*; Linear got"):
         layer(torch.randn(9, M))
+
+
+STATES = [
+    ("experts.1.fc1.bias", None, r'Missing key.*"experts.1.fc1.bias"'),
+    ("experts.4.fc1.bias", torch.zeros(8), r'Unexpected key.*"experts.4.fc1.bias"'),
+    ("experts.1.fc2.bias", torch.zeros(3), r"size mismatch for experts.1.fc2.bias.*3.*6"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), STATES)
+def test_wrong_state_dicts_are_refused_by_name(key, value, words):
+    layer = MoELayer(M, E, 8)
+    state = {k: v for k, v in {**layer.state_dict(), key: value}.items() if v is not None}
+    with pytest.raises(RuntimeError, match=f"(?s){words}"):
+        layer.load_state_dict(state)

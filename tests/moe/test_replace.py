@@ -127,38 +127,44 @@ def test_dropout_mode_dtype_and_sizes_are_the_blocks():
     assert (layer.experts.activation_dropout, layer.experts.dropout) == (0.4, 0.2)
     assert not layer.training and layer.experts.fc1_weight.dtype is torch.bfloat16
     assert layer.experts.hidden_dim == F and layer.config.router == "cosine"
-    model = of(Mlp())
-    replace_ffn(model, "mlp", 4, hidden_dim=5, expert_network="swiglu", activation="gelu")
-    assert model[0].mlp.experts.hidden_dim == 5
-    model = of(Mlp(drop=0.4))
-    replace_ffn(model, "mlp", 4, experts=ExpertConfig(expert_network="swiglu", dropout=0.3))
-    experts = model[0].mlp.experts
-    assert (type(experts), experts.hidden_dim, experts.dropout) == (SwiGLUExperts, F, 0.3)
+    given = {"hidden_dim": 5, "expert_network": "swiglu", "activation": "gelu"}
+    swiglu = {"experts": ExpertConfig(expert_network="swiglu", dropout=0.3)}
+    for options, width in ((given, 5), (swiglu, F)):
+        replace_ffn(model := of(Mlp(drop=0.6)), "mlp", 4, **options)
+        experts = model[0].mlp.experts
+        assert (type(experts), experts.hidden_dim, experts.dropout) == (SwiGLUExperts, width, 0.3)
     replace_ffn(model := of(Mlp()), "mlp", 4, experts=Mlp)
     assert {type(expert) for expert in model[0].mlp.experts} == {Mlp}
     with pytest.raises(ValueError, match="copy_weights .* leave out hidden_dim"):
         replace_ffn(of(Mlp()), "mlp", 4, hidden_dim=5, copy_weights=True)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("activation", ["relu", nn.functional.gelu], ids=["relu", "gelu"])
 def test_layers_of_torchs_transformer(activation, training):
+    """In evaluation the encoder's fused layers take nested tensors, which no other module does."""
     sizes = {"activation": activation, "dropout": 0.0, "batch_first": True}
-    for layer, kind in (
+    mask, x, h = (
+        torch.arange(5) >= torch.tensor([[5], [2]]),
+        torch.randn(2, 5, M),
+        torch.randn(3, M),
+    )
+    for layer, kind, *memory in (
         (nn.TransformerEncoderLayer(M, 2, F, **sizes), nn.TransformerEncoder),
-        (nn.TransformerDecoderLayer(M, 2, F, **sizes), nn.TransformerDecoder),
+        (nn.TransformerDecoderLayer(M, 2, F, **sizes), nn.TransformerDecoder, x),
     ):
         model = kind(layer, 3).train(training)
         for each in model.parameters():
             nn.init.normal_(each, std=0.3)
-        dense, x = copy.deepcopy(model), torch.randn(2, 5, M)
-        were = replace_ffn(model, r"layers\.[02]$", 4, copy_weights=True, **DROPLESS)
+        padding = {("tgt" if memory else "src") + "_key_padding_mask": mask}
+        with torch.no_grad():
+            want = model(x, *memory, **padding)
+            were = replace_ffn(model, r"layers\.[02]$", 4, copy_weights=True, **DROPLESS)
+            found = model(x, *memory, **padding)
         assert list(were) == ["layers.0.linear1", "layers.2.linear1"]
         assert isinstance(model.layers[0].linear1, MoELayer)
-        memory = () if kind is nn.TransformerEncoder else (x,)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x, *memory), dense(x, *memory), rtol=1e-5, atol=1e-5)
-        h = torch.randn(3, M)
+        torch.testing.assert_close(found[~mask], want[~mask], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(were["layers.0.linear1"](h), model.layers[0].linear1(h))
 
 

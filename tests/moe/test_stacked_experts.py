@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from fairseq_tutel.distributed import slice_dim
 from fairseq_tutel.moe import MoELayer
 
 
@@ -29,13 +28,8 @@ def test_assigning_to_a_model_on_the_meta_device(dtype):
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     torch.testing.assert_close(model(x), reference(x))
     assert model[1].experts.fc1_weight.expert == reference[1].experts.fc1_weight.expert
-
-
-def test_copying_to_the_meta_device_is_told():
-    with torch.device("meta"):
-        model = make(1)
-    with pytest.warns(UserWarning, match="assign=True"):
-        model[1].load_state_dict(make()[1].state_dict())
+    with torch.device("meta"), pytest.warns(UserWarning, match="assign=True"):
+        make(1)[1].load_state_dict(reference[1].state_dict())
 
 
 def test_weights_that_are_computed_from_others_are_refused():
@@ -55,20 +49,3 @@ def test_work_in_place_on_the_output_of_experts():
     layer.experts.register_forward_hook(lambda module, args, y: y.mul_(2))
     torch.testing.assert_close(layer(x), 2 * once)
     layer(x).sum().backward()
-
-
-def test_names_that_no_expert_has_are_refused():
-    with pytest.raises(ValueError, match="gate.wg.weight is no tensor of an expert"):
-        slice_dim("gate.wg.weight")
-
-
-def test_clamped_swiglu_drops_out():
-    torch.manual_seed(0)
-    x = torch.randn(24, 6, dtype=torch.float64)
-    for dropped in ({"dropout": 0.5}, {"activation_dropout": 0.5}):
-        layer = MoELayer(6, 4, 8, capacity_factor=0, expert_network="clamped_swiglu", **dropped)
-        layer.double()
-        ys = layer(x.repeat(800, 1)).view(800, 24, 6).mean(0)
-        want = layer.eval()(x)
-        assert not torch.equal(layer.train()(x), want)
-        assert (ys - want).abs().max() < 0.2 * want.abs().max()

@@ -20,7 +20,7 @@ ANY_DEVICE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = [  # interpreted kernels take long
     ("cpu", "torch", "ffn", M),
     ("cpu", "torch", "swiglu", M),
-    pytest.param("cpu", "triton", "ffn", 8, marks=pytest.mark.interpreted),
+    pytest.param("cpu", "triton", "ffn", 4, marks=pytest.mark.interpreted),
     *(pytest.param("cuda", "triton", each, M, marks=pytest.mark.gpu) for each in ("ffn", "swiglu")),
 ]
 
@@ -59,8 +59,8 @@ def test_no_result_depends_on_what_lay_in_memory(
         operator = importlib.import_module("fairseq_tutel.ops.expert_ffn")
         monkeypatch.setattr(operator, "gathers_tokens", lambda *given: False)
     layer = make(device, width=width, expert_network=network)
-    x = torch.randn(20, width, device=device)
-    pad_mask = torch.arange(20, device=device) % 5 == 0
+    x = torch.randn(20 if width == M else 6, width, device=device)
+    pad_mask = torch.arange(len(x), device=device) % 5 == 0
     want = run(layer, x, x, pad_mask=pad_mask)
     poison_fresh_memory(monkeypatch)
     got = run(layer, x, x, pad_mask=pad_mask)
@@ -69,14 +69,13 @@ def test_no_result_depends_on_what_lay_in_memory(
     assert_tensors_close(got, want, 1e-6)
 
 
-@pytest.mark.parametrize("device", ANY_DEVICE)
+@pytest.mark.gpu
 @pytest.mark.parametrize("network", ["ffn", "swiglu"])
-def test_most_tokens_to_one_of_64_experts(device, network):
-    """Against fp64: one expert has thousands of rows, many have none."""
-    layer = make(device, experts=64, expert_network=network)
-    x = torch.randn(2048 if device == "cuda" else 96, M, device=device)
-    with torch.no_grad():
-        x[: len(x) * 3 // 4] = x[0] + 0.01 * x[: len(x) * 3 // 4]
+def test_most_tokens_to_one_of_64_experts(network):
+    """Against fp64: one expert has thousands of rows, many have none. On a CPU: test_product.py."""
+    layer = make("cuda", experts=64, expert_network=network)
+    x = torch.randn(2048, M, device="cuda")
+    x[:1536] = x[0] + 0.01 * x[:1536]
     exact = make("cpu", experts=64, expert_network=network).double()
     exact.load_state_dict(layer.state_dict())
     _, aux = layer(x, return_aux=True)
@@ -90,12 +89,8 @@ def test_compiled_by_inductor(factor):
     layer = MoELayer(M, E, 2 * M, seed=1, top_k=2, capacity_factor=factor).cuda()
     x = torch.randn(48, M, device="cuda")
     want = run(layer, x, x)
-    compiled = torch.compile(layer)
-    given = x.clone().requires_grad_()
-    y = compiled(given)
-    layer.zero_grad()
-    (y * x).sum().backward()
-    assert rms_ratio(y, want["y"]) <= 1e-5 and rms_ratio(given.grad, want["x"]) <= 1e-5
+    layer.compile()
+    assert_tensors_close(run(layer, x, x), want, 1e-5)
     torch._dynamo.reset()
 
 
@@ -123,9 +118,8 @@ def test_the_second_gpu_while_the_first_is_current():
     torch.cuda.set_device(0)
     x = torch.randn(48, M)
     for options in ({}, {"expert_network": "swiglu"}):
-        got, want = (
-            run(make(f"cuda:{gpu}", **options), x.to(f"cuda:{gpu}"), x.to(f"cuda:{gpu}"))
-            for gpu in (1, 0)
+        want, got = (
+            run(make(gpu, **options), x.to(gpu), x.to(gpu)) for gpu in ("cuda:0", "cuda:1")
         )
         assert torch.cuda.current_device() == 0
         assert all(value.device.index == 1 for value in got.values())

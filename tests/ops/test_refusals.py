@@ -54,3 +54,31 @@ def test_refusals(call, words):
 
 def test_what_has_no_values_at_all_is_taken():
     assert ops.dispatch(*(each.to("meta") for each in (X, ROW, PAIR))).is_meta
+
+
+def forward_dual(call, x):
+    with torch.autograd.forward_ad.dual_level():
+        call(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def second_derivative(call, x):
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((call(x) ** 2).sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+# the tangent that torch makes of an operator without a formula is zero
+FORWARD = NotImplementedError, "fairseq_tutel::dispatch .*jacobian"
+TRANSFORMS = {
+    "jvp": (lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),)), *FORWARD),
+    "jacfwd": (lambda call, x: torch.func.jacfwd(call)(x), *FORWARD),
+    "dual": (forward_dual, *FORWARD),
+    "vjp": (torch.func.vjp, RuntimeError, "to use .* with functorch transforms"),  # torch's own
+    "second derivative": (second_derivative, RuntimeError, "dispatch_bwd.* no autograd formula"),
+}
+
+
+@pytest.mark.parametrize("transform, error, words", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_without_a_formula_are_refused(transform, error, words):
+    with pytest.raises(error, match=words):
+        transform(lambda x: ops.dispatch(x, ROW, PAIR), X)

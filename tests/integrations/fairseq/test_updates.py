@@ -82,7 +82,7 @@ def _balanced(cfg):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_with_balance_over_the_update_equal_batches_are_one_large_batch(world_size):
-    """The gate loss is most of the loss. By hand: test_update_balance.py."""
+    """The gate loss is most of the loss. By hand: moe/test_balance.py."""
     words = "--moe-capacity-factor 0 --moe-gate-loss-scope update --moe-gate-loss-wt 50"
     for by_words in on_ranks(world_size, _balanced, [words, f"{words} --checkpoint-activations"]):
         for (updates, grads), (want_updates, want_grads) in by_words.values():
