@@ -249,3 +249,20 @@ def test_blocks_and_small_agreements():
     assert any_rank(False, cpu) is False
     values = sum_over_ranks([0.1 * rank, 2.0**40 + rank], cpu)
     assert values == [pytest.approx(0.6), size * 2.0**40 + 6]  # fp64: nothing is rounded away
+    _disagree_on_r()
+
+
+def _disagree_on_r():
+    rank, _ = process_world()
+    groups = build_groups(2, placement="sliced")
+    layer = MoELayer(8, 2, 8, groups=groups)
+    x = torch.randn(6, 8)
+    with pytest.raises(ValueError, match=r"disagree on r: 0 on ranks \[1\]; 1 on ranks \[0, 2"):
+        layer(x, r=0 if rank == 1 else 1)
+    step = sync_step(6, layer.step_settings(x.dtype, r=2), groups)
+    with pytest.raises(ValueError, match="this call's options make r 0, but .* for this step has"):
+        layer(x, step=step, r=0)
+    layer(x, step=step, r=2)
+    with pytest.raises(ValueError, match="8 hidden units .* cut into 3") as caught:
+        MoELayer(8, 2, 8, groups=dataclasses.replace(groups, num_replicas=3))
+    assert "\n" not in str(caught.value)

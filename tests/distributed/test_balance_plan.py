@@ -3,20 +3,17 @@
 import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.distributed import on_ranks
 from helpers.layers import make_layer, run, tokens_of
-from torch.utils.flop_counter import FlopCounterMode
 
 from fairseq_tutel.config import ExchangeConfig
 from fairseq_tutel.distributed import ExchangeRecord, build_groups, process_world
 from fairseq_tutel.distributed.balance import (
     BalancePlan,
-    break_even,
     break_even_rows,
     measured_break_even,
     plan_moves,
@@ -148,30 +145,6 @@ def test_a_faster_link_pays_sooner():
         rows = break_even_rows(flops, bandwidth, 4, training=training)
         compute, travel = rows * passes * weights / flops, ways * 4 * weights / bandwidth
         assert travel <= compute < 1.02 * travel
-
-
-def test_a_gpus_latency_hardly_counts_in_what_is_measured(monkeypatch):
-    """Work of 20 us and more per launch: the ratio is that of FLOP/s and bytes/s."""
-    flops, bandwidth, latency, sent = 400e12, 360e9, 20e-6, []
-
-    def seconds(work, device):
-        sent.clear()
-        with FlopCounterMode(display=False) as counter:
-            work()
-        return latency + counter.get_total_flops() / flops + sum(sent) / bandwidth
-
-    def send(received, given, *splits, group):
-        sent.append(given.nbytes)
-
-    monkeypatch.setattr(break_even, "_fastest", seconds)
-    monkeypatch.setattr(break_even, "gather_integers", lambda mine, group: [mine])
-    monkeypatch.setattr(break_even.dist, "all_to_all_single", send)
-    monkeypatch.setattr(
-        torch, "ones", lambda *shape, dtype, device: torch.empty(shape, dtype=dtype, device="meta")
-    )
-    groups = SimpleNamespace(ep_size=2, ep_rank=0, ep_group=None)
-    found = break_even._flops_per_byte(groups, torch.bfloat16, torch.device("cuda"))
-    assert found == pytest.approx(flops / bandwidth, rel=0.15)
 
 
 @on_ranks(2)

@@ -6,8 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.distributed import on_ranks
+from helpers.layers import HIDDEN, M, make_layer, run
 
-from fairseq_tutel.distributed import build_groups, gather_integers, process_world, sync_step
+from fairseq_tutel.distributed import (
+    build_groups,
+    expert_parallelism,
+    gather_integers,
+    possible_r,
+    process_world,
+    sync_step,
+)
 from fairseq_tutel.distributed.placement import groups as groups_module
 
 # partners of each of four ranks
@@ -150,3 +158,20 @@ def _communicators():
     world = dist.group.WORLD
     assert build_groups(8).ep_group is world and build_groups(1).replica_group is world
     assert build_groups(2).ep_group not in (world, None)
+
+
+def test_simulated_ranks_copy_what_they_would_send_and_gather():
+    for experts in (2, 8):
+        groups = build_groups(experts, simulate_world_size=8, placement="sliced")
+        layer = make_layer(groups)
+        x = torch.randn(12, M, dtype=torch.float64)
+        for r in possible_r(groups):
+            parallelism = expert_parallelism(groups, r)
+            assert parallelism.gather_size == (8 if r == 0 else groups.num_slices // r)
+            found = run(layer, x, x, r=r)
+            assert found["y"].shape == x.shape
+            assert all(torch.isfinite(value).all() for value in found.values())
+            prepared = layer.experts.prepare(x.dtype, parallelism)
+            held = experts if r == 0 else 1
+            assert prepared.params[0].shape == (held, HIDDEN // (r or 1), M)
+            assert prepared.params[2].shape == (held, M, HIDDEN // (r or 1))

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from helpers.distributed import on_ranks
 from helpers.layers import M, compare_with_linear
-from test_hierarchical import LINKS
+from test_exchange import LINKS
 
 from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.distributed import build_groups, register_exchange

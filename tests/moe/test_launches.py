@@ -1,23 +1,16 @@
 """What a padded layer asks of a GPU: few operations, 5 to 10 us of the host each, and no reads."""
 
-import importlib
-
 import pytest
 import torch
-from helpers.dispatched import VIEWS, Dispatched
+from helpers.dispatched import Dispatched
 from helpers.gpu import no_waiting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel import ops
 from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import MoELayer
-from fairseq_tutel.ops import backend as chooser
 
 MOST = 25  # dispatched operations each way, views included
-# what waits for the device
-HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique",
-              "masked_select"}  # fmt: skip
 
 
 def make(device, dtype=torch.bfloat16, dim=64, **options):
@@ -133,123 +126,3 @@ def test_a_training_step_does_not_wait_for_the_gpu(routing, dtype):
     step()  # compiles the kernels
     with no_waiting():
         step()
-
-
-class Launches(Dispatched):
-    """Names of operations and kernels, also inside of operators."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name.endswith("_") or not any(out is each for each in args):  # not cast to its own dtype
-            self.names.append(name)
-        return out
-
-    def launches(self):
-        """What is no view and no operator with launches of its own."""
-        free = {*VIEWS, *vars(ops), *(f"{name}_bwd" for name in vars(ops))}
-        found, self.names[:] = [name for name in self.names if name not in free], []
-        return found
-
-
-@pytest.fixture
-def inside(monkeypatch, backend):
-    """Records what the Triton backend's functions do, as on a GPU; kernels compute nothing."""
-    from triton.runtime.interpreter import GridExecutor
-
-    recorder = Launches()
-    choose = chooser.implementation
-    module = importlib.import_module("fairseq_tutel.backends.triton.gate_logits")
-    product = module._product_fp32
-
-    def implementation(name, tensor):
-        function = choose(name, tensor)
-
-        def recorded(*args, **options):
-            with torch.utils._python_dispatch._disable_current_modes(), recorder:
-                return function(*args, **options)
-
-        return recorded
-
-    def launched(self, *args, **kwargs):
-        recorder.names.append(self.fn.__name__)
-
-    def product_fp32(a, b):  # one product with a dtype of its result, on a GPU
-        with torch.utils._python_dispatch._disable_current_modes():
-            out = product(a, b)
-        recorder.names.append("mm")
-        return out
-
-    backend("triton")
-    monkeypatch.setattr(module, "_product_fp32", product_fp32)
-    monkeypatch.setattr(GridExecutor, "__call__", launched)
-    operators = ("dispatch", "expert_ffn", "gate_logits", "gating", "rows", "slots")
-    for name in operators:
-        module = importlib.import_module(f"fairseq_tutel.ops.{name}")
-        monkeypatch.setattr(module, "implementation", implementation)
-    gate = importlib.import_module("fairseq_tutel.ops.gate_logits")
-    monkeypatch.setattr(gate, "is_plain_eager", lambda *given: True)  # as without the recorder
-    return recorder
-
-
-# With a linear gate on one rank. Forward: the gate's product, top-k, its sums, three for slots and
-# rows, the balance loss, dispatch, two products, the activation between them, combine.
-# Backward: one of the loss, combine, fc2's bias, four products, two of the activation, dispatch,
-# weights, gating, four of the gate, one of which adds to the tokens' gradient. Gated: no biases.
-LAUNCHES = {"ffn": (12, 16), "swiglu": (12, 14)}
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("network", "dtype"), [("ffn", torch.float16), ("swiglu", torch.bfloat16)])
-@pytest.mark.parametrize("factor", [1.0, 0.0], ids=["padded", "dropless"])
-def test_the_operators_themselves_launch_little_and_read_nothing(network, factor, dtype, inside):
-    """All operations and kernels, those inside of the operators counted too."""
-    layer, x = make("cpu", dtype, dim=16, capacity_factor=factor, expert_network=network)
-    most = list(LAUNCHES[network])
-    if dtype == torch.float16:  # the largest gradient of the gate, and scaling back
-        most[1] += 2
-    with inside:
-        y, aux = layer(x, return_aux=True)
-    names = [inside.launches()]
-    gradients = [torch.ones_like(y), torch.ones_like(aux.loss)]
-    with inside:
-        torch.autograd.backward([y, aux.loss], gradients)
-    names.append(inside.launches())
-    assert not HOST_READS & set(sum(names, [])), names
-    assert all(len(each) <= limit for each, limit in zip(names, most, strict=True)), names
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.0}, {"dropout": 0.2}], ids=str)
-def test_a_cuda_graph_replays_a_layer(options):
-    """New tokens give what they give without a graph; with dropout, each replay a new mask."""
-    layer, x = make("cuda", **options)
-    other = torch.randn_like(x)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles and tunes
-            layer.zero_grad(set_to_none=True)
-            layer(x).sum().backward()
-    torch.cuda.synchronize()
-    layer.zero_grad(set_to_none=True)
-    x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        y = layer(x)
-        y.sum().backward()
-    with torch.no_grad():
-        x.copy_(other)
-    graph.replay()
-    first = y.clone()
-    if "dropout" in options:
-        graph.replay()
-        assert not torch.equal(first, y)
-        return
-    captured = [x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
-    layer.zero_grad(set_to_none=True)
-    again = other.detach().clone().requires_grad_()
-    want = layer(again)
-    want.sum().backward()
-    assert torch.equal(first, want)
-    exact_grads = [again.grad, *(p.grad for p in layer.parameters())]
-    torch.testing.assert_close(captured, exact_grads, rtol=2e-2, atol=1e-3)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers.assertions import assert_close
+from helpers.assertions import assert_close, rms_ratio
 from torch import nn
 
 from fairseq_tutel.config import ExpertConfig
@@ -58,10 +58,9 @@ def test_a_function_makes_each_expert():
         groups = ExpertParallelGroups(E, rank=rank, world_size=8, ep_size=E, num_replicas=2)
         held = MoELayer(M, E, expert_fn=network, seed=5, groups=groups)
         assert torch.equal(held.experts[0][0].weight, weights[groups.local_experts[0]])
-    torch.manual_seed(0)
+    state = torch.manual_seed(0).get_state()
     MoELayer(M, E, expert_fn=network, seed=5, gate=nn.Identity())
-    drawn = torch.rand(1)
-    assert torch.equal(drawn, torch.manual_seed(0) and torch.rand(1))  # nobody else's are drawn
+    assert torch.equal(torch.get_rng_state(), state)  # nobody else's numbers are drawn
     x = torch.randn(9, M)
     prob = layer.gate.logits(x).softmax(1)
     want = [prob[t].max() * layer.experts[int(prob[t].argmax())](x[t]) for t in range(9)]
@@ -151,3 +150,46 @@ def test_small_evaluations_route_in_traces_and_transforms(how):
     else:
         call = lambda x: torch.func.vmap(layer)(x.view(3, 2, M)).view_as(x)  # noqa: E731
     assert_close(how, call(x), layer(x), torch.float64)
+
+
+# expert and final output masking
+
+T, P = 4000, 0.3
+MASKS = ("expert_output_masking", "final_output_masking")
+
+
+def tokens(count=T):
+    return torch.randn(count, M, generator=torch.Generator().manual_seed(5)).double()
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.0, -2.0], ids=["padded", "ragged", "dynamic"])
+@pytest.mark.parametrize("name", MASKS)
+def test_training_leaves_out_whole_outputs_of_tokens(name, factor):
+    """With one expert per token; nothing is scaled. A shared expert is of the final output."""
+    x, options = tokens(), {"top_k": 1, "capacity_factor": factor, "shared_expert_dim": 3}
+    layer, plain = make_layer(**options, **{name: P}), make_layer(**options)(x)
+    y, shared = layer(x), layer.shared_expert(x)
+    left = torch.zeros_like(shared) if name == "final_output_masking" else shared
+    lost_T = (y - left).abs().amax(1) < 1e-12
+    torch.testing.assert_close(y[~lost_T], plain[~lost_T])
+    assert lost_T.double().mean() == pytest.approx(P, abs=5 * (P * (1 - P) / T) ** 0.5)
+
+
+def test_outputs_of_experts_are_left_out_one_by_one():
+    """Each of two is there or not, in all four combinations, on their own."""
+    layer = make_layer(top_k=2, capacity_factor=0.0, expert_output_masking=P)
+    one = tokens(1)
+    weights = layer.eval()(one) / (1 - P)  # both
+    layer.train()
+    found = torch.unique(layer(one.expand(T, M)).round(decimals=9), dim=0, return_counts=True)
+    rows, shares = found[0], found[1] / T
+    assert len(rows) == 4 and rms_ratio((rows.sum(0) / 2)[None], weights) < 1e-6
+    want = sorted([P * P, P * (1 - P), P * (1 - P), (1 - P) ** 2])
+    assert shares.sort().values.tolist() == pytest.approx(want, abs=0.04)
+
+
+def test_evaluation_has_the_expected_value():
+    x = tokens(50)
+    options = {"expert_output_masking": 0.25, "final_output_masking": 0.5}
+    plain, masked = (make_layer(capacity_factor=0.0, **each).eval()(x) for each in ({}, options))
+    assert rms_ratio(masked, 0.75 * 0.5 * plain) < 1e-12

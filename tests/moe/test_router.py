@@ -130,19 +130,6 @@ def check_rows(config, want, routing, aux, training):
     assert aux.num_null_KN is None or int(aux.num_null_KN.sum()) == want.num_null
 
 
-def test_sampled_second_expert_follows_the_softmax_of_the_rest():
-    """Gumbel-max: P(second = e) = p_e / (1 - p_first)."""
-    row = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    config = MoEConfig(num_experts=4, second_expert_policy="sampling", capacity_factor=0.0)
-    torch.manual_seed(5)
-    routing, _ = route(row.expand(40_000, 4), config, training=True)
-    assert (routing.expert_TK[:, 0] == 0).all()
-    share = torch.bincount(routing.expert_TK[:, 1], minlength=4) / 40_000
-    p = row.softmax(0)
-    want = torch.cat([p.new_zeros(1), p[1:] / p[1:].sum()])
-    torch.testing.assert_close(share, want, atol=0.01, rtol=0)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 def test_load_importance_loss_equals_a_loop(padding):
     torch.manual_seed(8)
