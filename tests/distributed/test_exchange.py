@@ -9,11 +9,7 @@ import torch
 from helpers.distributed import on_ranks
 
 from fairseq_tutel.config import EXCHANGES, ExchangeConfig
-from fairseq_tutel.distributed import (
-    build_exchange,
-    build_groups,
-    process_world,
-)
+from fairseq_tutel.distributed import build_exchange, build_groups, process_world
 from fairseq_tutel.distributed.exchanges import (
     Direction,
     Exchange,

@@ -169,38 +169,37 @@ class Moving(torch.nn.Module):
         return x - self.mean
 
 
-def model_with_lora(change=None, lora=True):
+CHANGES = {  # of a model whose last layer has the weight of the first one
+    "nothing": lambda first, moving, layer, last: None,
+    "bias": lambda first, moving, layer, last: first.bias.add_(1),
+    "tied": lambda first, moving, layer, last: last.weight.requires_grad_().add_(1),
+    "load bias": lambda first, moving, layer, last: layer.gate.load_bias[0].fill_(9),
+    "buffer": lambda first, moving, layer, last: moving.mean.add_(1),
+    "weights": lambda *parts: parts[2].experts.fc1_weight.requires_grad_().mul_(3),
+}
+
+
+def model_with_lora(change="nothing", lora=True):
     """Return a model of which everything but LoRA's frozen weights may have been trained."""
     torch.manual_seed(2)
     layer = make(lora=False, load_bias="sign")
     model = torch.nn.Sequential(torch.nn.Linear(M, M), Moving(), layer, torch.nn.Linear(M, M))
-    model[3].weight = model[0].weight  # tied
+    model[3].weight = model[0].weight
     if lora:
         training.add_lora(model, RANK, ALPHA, freeze=change not in ("bias", "buffer"))
         fill(layer)
-    with torch.no_grad():
-        if change == "bias":
-            model[0].bias += 1
-        if change == "tied":
-            model[3].weight.requires_grad_().add_(1)
-        if change == "load bias":
-            layer.gate.load_bias[0] = 9
-        if change == "buffer":
-            model[1].mean += 1
-        if change == "weights":
-            layer.experts.fc1_weight.requires_grad_().mul_(3)
+    torch.no_grad()(CHANGES[change])(*model)
     return model
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["into a plain model", "into one with LoRA"])
-@pytest.mark.parametrize("change", ["nothing", "bias", "tied", "load bias", "buffer", "weights"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_saved_gives_the_same_output(change, lora, tmp_path):
     model, x = model_with_lora(change), torch.randn(TOKENS, M)
     training.save_lora(tmp_path / "once", model)
-    loaded = model_with_lora(lora=lora)
+    loaded, again = model_with_lora(lora=lora), model_with_lora(lora=False)
     training.load_lora(tmp_path / "once", loaded)
     training.save_lora(tmp_path / "twice", loaded)
-    again = model_with_lora(lora=False)
     training.load_lora(tmp_path / "twice", again)
     want = model(x)
     assert change == "nothing" or rms_ratio(model_with_lora()(x), want) > 1e-3

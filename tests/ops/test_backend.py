@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import inspect
 import logging
 from importlib.machinery import ModuleSpec
 
@@ -86,10 +85,3 @@ def test_fp64_is_torch_under_auto_and_an_error_under_triton(monkeypatch):
     monkeypatch.setattr(backend, "_requested", "triton")
     with pytest.raises(ValueError, match="got torch.float64"):
         backend.implementation(name, x)
-
-
-def test_every_function_of_a_kernel_has_a_twin():
-    triton_backend = pytest.importorskip("fairseq_tutel.backends.triton")
-    steps = {"bias_act_fwd", "bias_act_bwd"}  # of expert_ffn, which is one function elsewhere
-    kernels = {name for name, each in vars(triton_backend).items() if inspect.isfunction(each)}
-    assert kernels - steps <= vars(torch_backend).keys()

@@ -53,7 +53,8 @@ def test_a_layer_counts_its_products(case):
     assert flops(layer, x) == 3 * forward - GATE - shared // 2 - first
     for reentrant in (False, True):
         again = functools.partial(checkpoint, layer, use_reentrant=reentrant)
-        assert flops(again, grad) == 4 * forward
+        # torch's own recomputation stops before the last product, whose result nobody saved
+        assert flops(again, grad) == 4 * forward - (0 if reentrant else shared // 2)
     with torch.no_grad():
         assert flops(layer, x, backward=False) == forward
     layer.experts.requires_grad_(False), layer.gate.requires_grad_(False)
