@@ -142,7 +142,7 @@ STATES: list[tuple[str, dict[str, Any], Callable | dict]] = [
     ("eval_capacity_token_fraction: 0.0 on .*; 0.25 on ranks .1.",
      {"eval_capacity_token_fraction": 0.0}, dict(eval_capacity_token_fraction=0.25)),
     ("balance_scope: global on ranks .1.; rank on ranks .0.", {}, dict(balance_scope="global")),
-    ("model_dim: 16 on ranks .1.; 8 on ranks .0.", {}, dict(model_dim=16)),
+    ("model_dim: 8 on ranks .0.; 16 on ranks .1.", {}, dict(model_dim=16)),
     ("skip_exchange", {}, dict(skip_exchange=True)),
     ("gradients_of", {}, within(torch.no_grad)),
     ("gradients_of", {}, lambda layer, x: layer(x.detach())),

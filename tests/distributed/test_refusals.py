@@ -9,13 +9,14 @@ from fairseq_tutel.distributed.exchanges import LocalCopy
 from fairseq_tutel.moe import MoELayer
 
 BALANCED = {"balance_ranks": True, "balance_min_rows": 1}
+SLICED = {"placement": "sliced", "simulate_world_size": 4}
 X = torch.zeros(2, 8)
 
 
-def layer(experts=8, call=None, exchange=None, placement="replicated", **options):
-    groups = build_groups(experts, simulate_world_size=4, placement=placement)
+def layer(count=8, call=None, exchange=None, placement="replicated", **options):
+    groups = build_groups(count, simulate_world_size=4, placement=placement)
     given = {"groups": groups, "exchange": exchange or ExchangeConfig(**BALANCED)}
-    made = MoELayer(8, experts, **given, **{"capacity_factor": 0, **options})
+    made = MoELayer(8, count, **given, **{"capacity_factor": 0, **options})
     return made(X, **call) if call else made
 
 
@@ -29,7 +30,7 @@ REFUSED = [
     (lambda: build_groups(0), "num_experts=0 must be at least 1"),
     (lambda: build_groups(3, simulate_world_size=8), "3 experts.*8 ranks"),
     (lambda: build_groups(4, placement="cut"), "'cut' is unknown; choose one of replicated"),
-    (lambda: build_groups(2, 1, placement="sliced", simulate_world_size=8),
+    (lambda: build_groups(2, expert_parallel_size=1, **SLICED),
      "expert_parallel_size=1 .* placement='sliced'"),
     (lambda: layer(8, {"r": 2}, ExchangeConfig()), "r=2 .* whole: choose one of 0, 1$"),
     (lambda: layer(2, {"r": 3}, ExchangeConfig(), "sliced"),
