@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       # all of the package
 #   bash scripts/test.sh tests/ops -k gating   # some, also of those below
-#   bash scripts/test.sh --long                # whole programs, also of scripts/; the fuzz on ranks
+#   bash scripts/test.sh --long                # whole programs, also of scripts/; the long fuzz
 #   bash scripts/test.sh --extras              # beside other libraries
 #   bash scripts/test.sh --second-isa          # what rounds, with the processor's oldest instructions
 #   bash scripts/test.sh --fake-gpu            # layer, operators and ranks where torch finds a GPU

@@ -91,7 +91,7 @@ def by_hand(rank, scope, count, top_k):
         logits_TE = by_rank[rank] @ weight.t()
         prob_E = logits_TE.softmax(1).sum(0) / max(1, len(logits_TE))
         z_loss = logits_TE.logsumexp(1).square().sum() / max(1, len(logits_TE))
-        losses.append(E * prob_E @ (pairs_E / pairs_E.sum()).double() + 0.1 * z_loss)
+        losses.append(E * prob_E @ pairs_E.double() / pairs_E.sum() + 0.1 * z_loss)
     sum(losses).backward()
     return [loss.item() for loss in losses], weight.grad
 
