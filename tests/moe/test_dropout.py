@@ -47,7 +47,7 @@ WAYS = [
 @pytest.mark.parametrize(("way", "dtype", "tokens", "network"), WAYS)
 def test_lean_memory_has_the_bits_and_gradients_of_fast(way, dtype, tokens, network, backend):
     backend(way)
-    for factor in (0.0, 0.75):
+    for factor in (0.0, 0.75)[way == "triton" :]:  # interpreted kernels take long
         want_y, *want = step("fast", dtype, tokens, network, factor)
         for mode in ("lean", "minimal"):
             y, *found = step(mode, dtype, tokens, network, factor)

@@ -61,15 +61,6 @@ def test_a_layer_counts_its_products(case):
     assert flops(layer, grad) == 2 * forward + shared
 
 
-@pytest.mark.interpreted
-def test_kernels_count_the_same(backend):
-    """Experts that read tokens where they are."""
-    backend("triton")
-    layer = MoELayer(M, E, F, top_k=K, expert_network="swiglu", **DROPLESS)
-    x = torch.randn(T, M, requires_grad=True)
-    assert flops(layer, x) == 3 * (T * K * 3 * PAIR + GATE)
-
-
 @pytest.mark.parametrize(("kept", "again"), [("lean", 0), ("minimal", T * K * PAIR)])
 def test_an_operator_that_computes_again_counts_it(kept, again):
     maps = *random_rows(T, K, E, T * K // E, "spread"), torch.zeros(T, K, dtype=torch.int32)
