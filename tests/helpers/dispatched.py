@@ -2,6 +2,11 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# operations that launch nothing and move no bytes
+VIEWS = {"view", "_unsafe_view", "transpose", "t", "select", "slice", "detach", "alias", "split",
+         "expand", "unsqueeze", "promote_types", "empty", "new_empty", "empty_like",
+         "empty_strided", "permute", "unbind", "as_strided", "reshape", "squeeze"}  # fmt: skip
+
 
 class Dispatched(TorchDispatchMode):
     """Within, the names of the operations are kept, outermost ones, in order."""

@@ -8,6 +8,7 @@ import torch
 from helpers.assertions import assert_tensors_close, rms_ratio
 
 from fairseq_tutel import ops
+from fairseq_tutel.distributed import build_groups
 from fairseq_tutel.moe import Experts, MoELayer
 from fairseq_tutel.ops import backend as backend_module
 
@@ -163,3 +164,49 @@ def test_compiles_in_a_process_that_has_not_run_it_yet(name, case, monkeypatch, 
     layer.eval()
     got = outcome(layer, x, pad_mask, call=compiled)
     assert_tensors_close(got, outcome(layer, x, pad_mask), 1e-6)
+
+
+# T, M, F, E, ranks that are simulated
+LARGE = {"padded": (5000, 4096, 16384, 512, 512), "dropless": (5000, 4096, 16384, 4, 0)}
+FACTOR = {"padded": 1.25, "dropless": 0.0}
+
+
+def clear_tokens(layer, count, dtype):
+    """[count, M] tokens whose three largest logits are well apart."""
+    x = torch.randn(2 * count, layer.model_dim, device="cuda").to(dtype)
+    logits = x.double() @ layer.gate.wg.weight.detach().double().t()
+    best = logits.topk(3, dim=1).values
+    chosen = x[(best[:, :-1] - best[:, 1:]).amin(dim=1) > 1e-4]
+    assert len(chosen) >= count
+    return chosen[:count]
+
+
+def large_rms_ratio(got, want):
+    """Of the error, computed where the tensors are: there are billions of elements."""
+    return ((got.detach().double() - want.detach()).norm() / want.detach().norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LARGE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_layer_of_a_real_size_equals_fp64(dtype, layout):
+    """Tuned tiles included. No tokens whose choices rounding would decide."""
+    tokens, model_dim, hidden_dim, experts, ranks = LARGE[layout]
+    torch.manual_seed(1)
+    groups = build_groups(experts, simulate_world_size=ranks)
+    with torch.device("cuda"):
+        layer = MoELayer(model_dim, experts, hidden_dim, capacity_factor=FACTOR[layout], seed=1,
+                         groups=groups)  # fmt: skip
+    layer = layer.to(dtype)
+    exact = copy.deepcopy(layer).double()
+    x = clear_tokens(layer, tokens, dtype)
+    target = torch.randn_like(x)
+    ops.set_backend("triton")
+    y, aux, grads = run_twin(layer, x, target)
+    ops.set_backend("torch")
+    want, want_aux, want_grads = run_twin(exact, x.double(), target)
+    assert torch.equal(aux.load_E, want_aux.load_E) and aux.load_E.sum() == 2 * tokens
+    unit = torch.finfo(dtype).eps
+    assert y.dtype == dtype and large_rms_ratio(y, want) < 2 * unit
+    for key, grad in grads.items():
+        assert grad.dtype == dtype and large_rms_ratio(grad, want_grads[key]) < 4 * unit, key

@@ -69,3 +69,21 @@ def test_in_words_beside_what_is_free(monkeypatch):
     assert 0 < free_memory("cpu") < 1 << 50 and free_memory("meta") is None
     monkeypatch.setattr(Path, "exists", lambda self: False)  # no /proc
     assert free_memory("cpu") is None
+
+
+@pytest.mark.parametrize("network", ["ffn", "swiglu"])
+def test_bytes_per_row(network):
+    def kept(mode, storage="same"):
+        memory = {"activation_memory": mode, "activation_storage": storage}
+        layer = MoELayer(64, 8, 256, capacity_factor=0.0, expert_network=network, **memory)
+        x = torch.randn(512, 64, requires_grad=True)
+        with SavedBytes(x, *layer.parameters()) as saved:
+            layer(x)
+        return saved.total() / (2 * 512)
+
+    planes = 2 if network == "swiglu" else 1
+    routing = kept("minimal")
+    assert routing < 64  # tables and logits
+    assert kept("fast") - routing == pytest.approx(4 * (2 * 64 + (planes + 1) * 256), rel=0.01)
+    assert kept("lean") - routing == 4 * planes * 256
+    assert kept("lean", "fp8") - routing == planes * (256 + 4)

@@ -135,3 +135,18 @@ def test_two_gpus_over_nccl(factor, port, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     run_ranks(_on_two_gpus, 2, factor, timeout=120)
+
+
+@pytest.mark.parametrize("device", ANY_DEVICE)
+@pytest.mark.parametrize("network", ["ffn", "swiglu"])
+def test_most_tokens_to_one_of_64_experts(device, network):
+    """Against fp64: one expert has thousands of rows, many have none."""
+    layer = make(device, experts=64, expert_network=network)
+    x = torch.randn(2048 if device == "cuda" else 96, M, device=device)
+    with torch.no_grad():
+        x[: len(x) * 3 // 4] = x[0] + 0.01 * x[: len(x) * 3 // 4]
+    exact = make("cpu", experts=64, expert_network=network).double()
+    exact.load_state_dict(layer.state_dict())
+    _, aux = layer(x, return_aux=True)
+    assert aux.load_E.max() > len(x) // 2 and (aux.load_E == 0).any()
+    assert_tensors_close(run(layer, x, x), run(exact, x.cpu().double(), x.cpu()), 1e-3)

@@ -164,3 +164,32 @@ def test_dispatch_does_not_keep_the_tokens():
     with SavedBytes(row, pair) as saved:
         ops.dispatch(random(7, 5), row, pair)
     assert saved.total() == 0
+
+
+BACKWARD = {
+    "topk_gating_bwd": lambda: (
+        torch.randn(7, 2), torch.randn(4), torch.randn(7), torch.randn(7, 4), torch.randn(7),
+        torch.randint(0, 4, (7, 2), dtype=torch.int32),
+    ),
+    "gate_logits_bwd": lambda: (
+        torch.randn(7, 4), torch.randn(7, 5), torch.randn(4, 5), True, True,
+    ),
+    "dispatch_bwd": lambda: (torch.randn(12, 5), random_rows(7, 2, 4, 3, "spread")[0]),
+    "assign_rows_bwd": lambda: (
+        torch.randn(7, 2), torch.rand(7, 2), random_rows(7, 2, 4, 3, "spread")[0], True,
+    ),
+    "combine_bwd": lambda: (
+        torch.randn(7, 5), torch.randn(12, 5), *random_rows(7, 2, 4, 3, "spread"),
+        torch.rand(7, 2), torch.randn(4, 5), torch.zeros(7, 2, dtype=torch.int32), True, True, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(BACKWARD))
+def test_opcheck_of_backward(name):
+    args = BACKWARD[name]()
+    torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
+    needs = sum(value is True for value in args[-3:])
+    for only in range(needs if needs > 1 else 0):  # shape (0,) stands for a gradient not needed
+        args = (*args[:-needs], *(number == only for number in range(needs)))
+        torch.library.opcheck(getattr(torch.ops.fairseq_tutel, name).default, args)
