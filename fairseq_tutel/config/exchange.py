@@ -45,18 +45,11 @@ class ExchangeConfig:
         choices=_WIRES,
     )
     wire_back: str = option(
-        "auto",
-        f"format of the experts' outputs; {_AUTO}",
-        choices=("auto", *_WIRES),
+        "auto", f"format of the experts' outputs; {_AUTO}", choices=("auto", *_WIRES)
     )
-    wire_grad: str = option(
-        "auto",
-        f"format of both gradients; {_AUTO}",
-        choices=("auto", *_WIRES),
-    )
+    wire_grad: str = option("auto", f"format of both gradients; {_AUTO}", choices=("auto", *_WIRES))
     wire_compact: bool = option(
-        False,
-        "with a training capacity, send only the rows in use; the host waits for counts",
+        False, "with a training capacity, send only the rows in use; the host waits for counts"
     )
     r: int = option(
         1,
@@ -68,8 +61,7 @@ class ExchangeConfig:
     )
 
     balance_ranks: bool = option(
-        False,
-        "without a capacity, let ranks with few rows compute rows of busy ranks",
+        False, "without a capacity, let ranks with few rows compute rows of busy ranks"
     )
     balance_tolerance: float = option(
         1.05,

@@ -29,9 +29,7 @@ class ExpertConfig:
         options="expert_options",
     )
     activation: str = option(
-        "gelu",
-        "activation of ffn and of the shared expert: gelu, relu, swish, ...",
-        flag=NO_FLAG,
+        "gelu", "activation of ffn and of the shared expert: gelu, relu, swish, ...", flag=NO_FLAG
     )
     dropout: float = option(0.0, "dropout of the experts' outputs", _PROBABILITY, flag=NO_FLAG)
     activation_dropout: float = option(

@@ -12,16 +12,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from .force_load import check_force_load
-from .options import (
-    NO_FLAG,
-    OptionError,
-    Range,
-    above,
-    at_least,
-    check_options,
-    documented,
-    option,
-)
+from .options import NO_FLAG, OptionError, Range, above, at_least, check_options, documented, option
 from .presets import PRESETS
 from .registry import ROUTERS, Options
 
@@ -70,19 +61,14 @@ class MoEConfig:
         flag="--moe-normalize-gate-prob-before-dropping",
     )
     unnormalized_weights: bool = option(
-        False,
-        "weights are plain gate values (OLMoE, arXiv 2409.02060), as for K = 1",
+        False, "weights are plain gate values (OLMoE, arXiv 2409.02060), as for K = 1"
     )
     batch_prioritized: bool = option(
         False,
         "the highest gate values get capacity first (arXiv 2106.05974)",
         flag="--moe-batch-prioritized-routing",
     )
-    use_pad_mask: bool = option(
-        False,
-        "do not route padding",
-        flag="--use-moe-pad-mask",
-    )
+    use_pad_mask: bool = option(False, "do not route padding", flag="--use-moe-pad-mask")
     gating_fp32: bool = option(
         True,
         "compute fp32 logits from any dtype",
@@ -92,9 +78,7 @@ class MoEConfig:
     )
     router: str = option("linear", "the gate", registry=ROUTERS, options="router_options")
     gate_noise: float = option(
-        0.0,
-        "noise on the logits in training: standard deviation times experts",
-        at_least(0),
+        0.0, "noise on the logits in training: standard deviation times experts", at_least(0)
     )
     input_jitter: float = option(
         0.0, "multiply the gate's input by uniform(1-j, 1+j) in training", _PROBABILITY
@@ -161,10 +145,7 @@ class MoEConfig:
         at_least(1),
     )
     top_groups: int = option(
-        1,
-        "groups that a token may choose from",
-        at_least(1),
-        needs=["num_expert_groups"],
+        1, "groups that a token may choose from", at_least(1), needs=["num_expert_groups"]
     )
     group_score: str = option(
         "top2",
@@ -180,9 +161,7 @@ class MoEConfig:
         choices=("position", "probability", "random"),
     )
     overflow_rerouting: int = option(
-        0,
-        "further experts that a token may try if one is full",
-        at_least(0),
+        0, "further experts that a token may try if one is full", at_least(0)
     )
     route_scale: float = option(1.0, "factor of the normalised output weights", above(0))
     expert_output_masking: float = option(
@@ -192,10 +171,7 @@ class MoEConfig:
         flag="--moe-eom",
     )
     final_output_masking: float = option(
-        0.0,
-        "the same for a token's whole output",
-        _PROBABILITY,
-        flag="--moe-fom",
+        0.0, "the same for a token's whole output", _PROBABILITY, flag="--moe-fom"
     )
     local_drop: float = option(
         0.0,
@@ -205,9 +181,7 @@ class MoEConfig:
         flag="--moe-local-drop",
     )
     null_experts: int = option(
-        0,
-        "additional experts that compute nothing (arXiv 2410.07348)",
-        at_least(0),
+        0, "additional experts that compute nothing (arXiv 2410.07348)", at_least(0)
     )
     benchmark: bool = option(
         False,

@@ -68,9 +68,7 @@ def routing_config(
 
 
 def expert_config(
-    experts: ExpertConfig | OwnExperts | None,
-    options: dict[str, Any],
-    hidden_dim: int | None,
+    experts: ExpertConfig | OwnExperts | None, options: dict[str, Any], hidden_dim: int | None
 ) -> tuple[ExpertConfig, OwnExperts | None]:
     """Return the options of the experts, and the user's modules or function that makes one.
 

@@ -92,11 +92,7 @@ class CallPlan(NamedTuple):
         return out_RM if self.drop is None else self.drop(out_RM, *self.maps)
 
     def gradients(
-        self,
-        dy_TM: torch.Tensor,
-        x_TM: torch.Tensor,
-        weight_TK: torch.Tensor,
-        out_RM: torch.Tensor,
+        self, dy_TM: torch.Tensor, x_TM: torch.Tensor, weight_TK: torch.Tensor, out_RM: torch.Tensor
     ) -> tuple[Travels, torch.Tensor | None]:
         """Return what the backward pass sends, and the weights' gradient if it is known here."""
         if self.keeps_outputs:

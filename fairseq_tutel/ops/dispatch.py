@@ -107,11 +107,7 @@ _combine.register_autograd(_combine_backward, setup_context=save_inputs)
 
 
 def combine_bwd(
-    dy_TM: Tensor,
-    rows_RM: Tensor,
-    dest_row_TK: Tensor,
-    src_pair_R: Tensor,
-    topk_weight_TK: Tensor,
+    dy_TM: Tensor, rows_RM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of :func:`combine`'s rows and weights, without autograd."""
     maps = dest_row_TK, src_pair_R, topk_weight_TK, None, None

@@ -263,11 +263,7 @@ def _backward(
     for layer in reversed(stack):
         gradients += layer.parameters
         alive = parameters.per_gpu if settings.update_freq > 1 else gradients
-        yield {
-            "gradients": b * alive,
-            "activations": kept,
-            "working set of a layer": layer.working,
-        }
+        yield {"gradients": b * alive, "activations": kept, "working set of a layer": layer.working}
         kept -= layer.kept
 
 

@@ -18,14 +18,7 @@ from .hardware import Hardware
 from .parameters import Parameters, count_parameters
 from .settings import Settings, read_settings
 from .speed import ExchangeTime, StepTime, exchange_time, step_time
-from .work import (
-    Traffic,
-    Work,
-    active_parameters,
-    chosen_experts,
-    count_traffic,
-    count_work,
-)
+from .work import Traffic, Work, active_parameters, chosen_experts, count_traffic, count_work
 
 # gain from which a more complicated choice pays
 _MARGIN = 0.01

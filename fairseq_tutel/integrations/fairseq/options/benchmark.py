@@ -25,8 +25,7 @@ class Benchmark:
     )
     skip_exchange: bool = option(False, "if true, leave out the all-to-alls; the results are wrong")
     record_exchange_time: bool = option(
-        False,
-        "if true, log the time of the forward all-to-alls (slow)",
+        False, "if true, log the time of the forward all-to-alls (slow)"
     )
 
     def __post_init__(self):

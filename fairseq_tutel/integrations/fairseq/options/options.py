@@ -45,10 +45,7 @@ def _bundle(make: Any, name: str) -> Any:
 
 @dataclass
 class MoEOptions(
-    schema_of(ExchangeConfig),
-    schema_of(MoEConfig),
-    schema_of(ExpertConfig),
-    benchmark.FormerFlags,
+    schema_of(ExchangeConfig), schema_of(MoEConfig), schema_of(ExpertConfig), benchmark.FormerFlags
 ):
     """Base of a model's dataclass: the layers' options, and those of a training run."""
 
@@ -58,16 +55,9 @@ class MoEOptions(
         at_least(0),
     )
     moe_lora_alpha: float = _size(
-        16.0,
-        "factor of the LoRA updates, divided by the rank",
-        above(0),
-        needs=["moe_lora_rank"],
+        16.0, "factor of the LoRA updates, divided by the rank", above(0), needs=["moe_lora_rank"]
     )
-    moe_freq: int = _size(
-        2,
-        "every N-th layer is an MoE layer; 0: none",
-        at_least(0),
-    )
+    moe_freq: int = _size(2, "every N-th layer is an MoE layer; 0: none", at_least(0))
     moe_expert_count: int = _size(
         0,
         "experts per MoE layer over all ranks (default: the world size, one expert per rank)",
@@ -106,8 +96,7 @@ class MoEOptions(
         at_least(0),
     )
     moe_expert_placement: ChoiceEnum(EXPERT_PLACEMENTS) = _communication(
-        "replicated",
-        "with fewer experts than ranks, a rank holds a whole expert or a slice",
+        "replicated", "with fewer experts than ranks, a rank holds a whole expert or a slice"
     )
     moe_wire_options: Optional[str] = _bundle(_communication, "moe_wire_options")
     moe_balance_options: Optional[str] = _bundle(_communication, "moe_balance_options")
@@ -122,16 +111,11 @@ class MoEOptions(
         0.02, "share of the run's time that trials may cost", FRACTION, needs=_AUTOS
     )
     moe_tune_file: Optional[str] = _communication(
-        None,
-        "SAVE_DIR/exchange.json of another run, with the choices for an 'auto'",
+        None, "SAVE_DIR/exchange.json of another run, with the choices for an 'auto'"
     )
 
     moe_benchmark: Optional[str] = _debugging(None, benchmark.HELP, const=benchmark.ALONE)
-    num_workers_valid: int = _debugging(
-        0,
-        "subprocesses that load validation data",
-        at_least(0),
-    )
+    num_workers_valid: int = _debugging(0, "subprocesses that load validation data", at_least(0))
     moe_backend: ChoiceEnum(("auto", "triton", "torch")) = _debugging(
         "auto", "operators of MoE layers; 'auto': Triton kernels on GPUs, torch elsewhere"
     )
