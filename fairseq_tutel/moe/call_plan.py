@@ -32,7 +32,7 @@ class CallPlan(NamedTuple):
     """Plan of one call."""
 
     experts: Callable[..., torch.Tensor]
-    is_called: bool  # the experts are called with rows, even if they have a network
+    calls_experts: bool  # call the experts as a module, even if they have a network
     prepared: Any  # PreparedExperts, or None if the experts prepare themselves
     weight_TK: Any  # fp32 [T, K]
     expert_TK: Any  # int32 [T, K]
@@ -46,7 +46,7 @@ class CallPlan(NamedTuple):
     @property
     def has_network(self) -> bool:
         """Whether a network computes the rows; else the experts are called."""
-        prepared = None if self.is_called else self.prepared
+        prepared = None if self.calls_experts else self.prepared
         return prepared is not None and prepared.network is not None
 
     @property
@@ -122,20 +122,20 @@ def plan_call(
     Wrapped experts, and experts whose calls somebody observes, are called. Wrappers of
     torch.compile and checkpointing forward the attributes of the bank.
     """
-    exchange, way = choice.exchange, choice.parallelism
+    exchange, parallelism = choice.exchange, choice.parallelism
     helps = choice.balances and not routing.padded
-    gathers = not way.is_replicated and experts.can_be_gathered
+    gathers = not parallelism.is_replicated and experts.can_be_gathered
     direct = isinstance(experts, ExpertBank) and not is_observed(experts)
     on_meta = not (direct or routing.dest_row_TK.is_meta)
     if on_meta and any(param.is_meta for param in experts.parameters()):
         raise ValueError(f"the experts' weights are on the meta device: {ops.HOW_TO_OFFLOAD}")
     prepared = drop = counted = None
     if gathers or (direct and not helps):
-        prepared = experts.prepare(dtype, way if gathers else None)
+        prepared = experts.prepare(dtype, parallelism if gathers else None)
     if gathers and prepared is not None:
         p = prepared.dropout_at_source
-        drop = SourceDropout.draw(model_dim, routing, way, p) if p else None
-        routing = to_parts(routing, way.num_destinations)
+        drop = SourceDropout.draw(model_dim, routing, parallelism, p) if p else None
+        routing = to_parts(routing, parallelism.num_destinations)
     memory = getattr(experts, "memory", ExpertBank.memory)  # a wrapper may not forward it
     if helps:
         routing, experts, counted = balanced(routing, experts, choice, model_dim, dtype, record)
@@ -151,6 +151,6 @@ def plan_call(
         chunks,
         Link(exchange, stream, record),
         drop,
-        late_bias=way.is_replicated,
+        late_bias=parallelism.is_replicated,
         memory=memory,
     )

@@ -33,16 +33,16 @@ def through_network(x_TM: torch.Tensor, plan: CallPlan) -> torch.Tensor:
     needed = any(tensor.requires_grad for tensor in tensors)
     if not (needed and torch.is_grad_enabled()):
         plan = plan._replace(memory=None)
-    return _in_chunks(x_TM, plan)
+    return _apply(x_TM, plan)
 
 
 @untraced  # a trace sees neither collectives nor threads
-def _in_chunks(x_TM, plan):
-    prepared, (dest_row_TK, src_pair_R) = plan.prepared, plan.maps
-    # tensors are arguments, so that activation checkpointing knows them
-    given = plan._replace(prepared=prepared._replace(params=()), weight_TK=None, expert_TK=None)
-    tensors = plan.weight_TK, dest_row_TK, src_pair_R, *prepared.params
-    return _Pass.apply(given._replace(maps=()), x_TM, *tensors)
+def _apply(x_TM, plan):
+    # tensors leave the plan and become arguments, so that activation checkpointing knows them
+    tensors = plan.weight_TK, *plan.maps, *plan.prepared.params
+    prepared = plan.prepared._replace(params=())
+    plan = plan._replace(prepared=prepared, weight_TK=None, expert_TK=None, maps=())
+    return _Pass.apply(plan, x_TM, *tensors)
 
 
 class _Pass(torch.autograd.Function):
@@ -82,11 +82,9 @@ class _Pass(torch.autograd.Function):
         params, saved = rest[: len(needs)], rest[len(needs) :]
         plan = ctx.plan._replace(maps=tuple(maps))
         travels, d_weight_TK = plan.gradients(dy_TM.contiguous(), x_TM, weight_TK, out_RM)
-        asked = {"needs_rows": needs_x, "needs_params": any(needs)}
-        asked["at_once"] = len(plan.chunks) == 1 and plan.prepared.network.is_operator
         with without_autocast(x_TM.device):
-            run = _Backward(plan, travels, params, saved, asked)
-            d_rows_RM, d_weight_R1, d_params = run.through(needs_x, any(needs))
+            run = _Backward(plan, travels, params, saved, needs_x, any(needs))
+            d_rows_RM, d_weight_R1, d_params = run.through()
         d_x_TM = None if d_rows_RM is None else ops.dispatch_bwd(d_rows_RM, maps[0])
         if d_weight_R1 is not None:
             d_weight_TK = ops.pair_values(d_weight_R1[:, 0], maps[0]).to(weight_TK.dtype)
@@ -99,19 +97,24 @@ class _Pass(torch.autograd.Function):
 class _Backward:
     """The pipeline of a backward pass: what is sent, computed, and sent back for a chunk."""
 
-    def __init__(self, plan, travels, params, saved, asked):
-        self._plan, self._params, self._asked, self._travels = plan, params, asked, travels
+    def __init__(self, plan, travels, params, saved, needs_rows, needs_params):
+        self._plan, self._params, self._travels = plan, params, travels
         self._network, self._link = plan.prepared.network, plan.link
-        size = len(saved) // len(plan.chunks)  # tensors of one chunk
-        self._later = iter([saved[i : i + size] for i in range(0, len(saved), size)][::-1])
         many, weight_R1 = len(plan.chunks) > 1, travels.weight_R1
+        self._needs = {"needs_rows": needs_rows, "needs_params": needs_params}
+        # gradients of the weights with those of the rows, instead of over all chunks at the end
+        self._needs["at_once"] = not many and self._network.is_operator
+        size = len(saved) // len(plan.chunks)  # tensors of one chunk
+        of_chunks = [saved[i : i + size] for i in range(0, len(saved), size)]
+        self._saved = reversed(of_chunks)  # the last chunk is computed first
         self._d_rows_RM = torch.empty_like(travels.d_out_RM) if many else None
         self._d_weight_R1 = torch.empty_like(weight_R1) if many and weight_R1 is not None else None
 
-    def through(self, needs_rows: bool, needs_params: bool):
+    def through(self):
         """Return the gradients of the rows, of their weights or None, and of the parameters."""
         chunks, weighs = self._plan.chunks[::-1], self._travels.weight_R1 is not None
-        meanwhile = self._of_params if needs_params else None
+        needs_rows = self._needs["needs_rows"]
+        meanwhile = self._compute_params if self._needs["needs_params"] else None
         steps = self._send, self._compute, self._send_back, meanwhile
         arrived, _, d_params = pipeline(chunks, *steps)
         d_rows_RM, d_weight_R1 = self._d_rows_RM, self._d_weight_R1
@@ -134,24 +137,24 @@ class _Backward:
 
     def _compute(self, chunk, *arrived):
         d_out, *rest = map(chunk.by_expert, arrived)
-        row, scale, *saved = next(self._later)
+        row, scale, *saved = next(self._saved)
         weight = rest.pop(0) if self._travels.weight_R1 is not None else None
         rows = rest[0] if rest else ops.restore(row, scale, d_out).view(d_out.shape)
         sources = ops.Source(d_out, chunk.offsets), ops.Source(rows, chunk.offsets)
         weight_R = None if weight is None else weight.reshape(-1)
         d_rows, d_weight, pending = self._network.backward(
-            *sources, weight_R, saved, self._params, self._asked
+            *sources, weight_R, saved, self._params, self._needs
         )
         if weight is not None:
             d_weight = chunk.by_rank(d_weight.view(weight.shape))
-        return [d_weight, chunk.by_rank(d_rows) if self._asked["needs_rows"] else None], pending
+        return [d_weight, chunk.by_rank(d_rows) if self._needs["needs_rows"] else None], pending
 
     def _send_back(self, chunk, d_weight, d_rows):
-        link, way = self._link, Direction.DISPATCH_GRADIENT
+        link, direction = self._link, Direction.DISPATCH_GRADIENT
         if d_weight is not None:
-            yield link.plain().start(d_weight, way, chunk, chunk.of(self._d_weight_R1))
+            yield link.plain().start(d_weight, direction, chunk, chunk.of(self._d_weight_R1))
         if d_rows is not None:
-            yield link.start(d_rows, way, chunk, chunk.of(self._d_rows_RM))
+            yield link.start(d_rows, direction, chunk, chunk.of(self._d_rows_RM))
 
-    def _of_params(self, pending):
+    def _compute_params(self, pending):
         return self._network.backward_params(pending[::-1], self._params)

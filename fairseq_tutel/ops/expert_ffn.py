@@ -103,7 +103,7 @@ class _Call:
     def __init__(self, *arguments: Any):
         self.x, self.weight, self.dest_row, self.src_pair, self.expert = arguments[:_NUM_ROUTED]
         *self.params, self.offsets, self.seed = arguments[_NUM_ROUTED:_NUM_TENSORS]
-        activation, p1, p2, fp8, self.late, self.gathers, keep = arguments[_NUM_TENSORS:]
+        activation, p1, p2, fp8, self.late_bias, self.gathers, keep = arguments[_NUM_TENSORS:]
         self.options = FFNOptions(activation, (p1, p2), fp8=fp8)
         self.memory = memory_of(keep)
         rows = self.x.shape[:-1].numel() if self.src_pair is None else self.src_pair.shape[0]
@@ -129,7 +129,7 @@ class _Call:
 
     def split_late_bias(self) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
         """Return the parameters, and the bias that combine adds with the pairs' experts."""
-        if not self.late:
+        if not self.late_bias:
             return self.params, None, None
         return [*self.params[:3], None], self.params[3], self.expert
 
@@ -215,6 +215,10 @@ def _flops_bwd(_, dy, rows, hidden, scale, active, out, *arguments):
     _flops_bwd,
 )
 def _expert_ffn_bwd(dy, rows, hidden, scale, active, out, *arguments):
+    """Return the gradients of x, weight and the network's parameters.
+
+    After ``dy`` come what :func:`_expert_ffn` kept, its arguments, and which gradients are needed.
+    """
     *arguments, needs_x, needs_weight, needs_params = arguments
     call = _Call(*arguments)
     x, d_weight, d_late = call.x, dy.new_empty(0), None
@@ -229,7 +233,7 @@ def _expert_ffn_bwd(dy, rows, hidden, scale, active, out, *arguments):
         given = out, call.dest_row, call.src_pair, call.weight, late_bias, late_by
         needs = {"needs_rows": needs_x or needs_params, "needs_weight": needs_weight}
         d_rows, d_weight, d_late = implementation("combine_bwd", dy)(
-            dy, *given, **needs, needs_bias=needs_params and call.late
+            dy, *given, **needs, needs_bias=needs_params and call.late_bias
         )
         if not (needs_x or needs_params):
             nothing = [dy.new_empty(0) for _ in range(5)]
@@ -240,15 +244,14 @@ def _expert_ffn_bwd(dy, rows, hidden, scale, active, out, *arguments):
         weight_R = row_weights(call.weight, call.src_pair)
     saved = Saved(hidden, scale, active, call.seed)
     needs = {"needs_rows": needs_x, "needs_params": needs_params, "at_once": True}
-    d_x, d_weight_R, found = network_bwd(
+    d_x, d_weight_R, (d_w1, d_b1, d_w2, d_b2) = network_bwd(
         d_out, source, weight_R, saved, params, call.options, **needs
     )
     if d_weight_R is not None and needs_weight:
         d_weight = pair_values(d_weight_R, call.dest_row).to(call.weight.dtype)
     if call.routed and needs_x:
         d_x = dispatch_bwd(d_x.view(-1, x.shape[-1]), call.dest_row)
-    d_w1, d_b1, d_w2, d_b2 = found
-    return d_x, d_weight, d_w1, d_b1, d_w2, d_b2 if d_late is None or not call.late else d_late
+    return d_x, d_weight, d_w1, d_b1, d_w2, d_b2 if d_late is None or not call.late_bias else d_late
 
 
 def _setup(ctx, inputs, output):
@@ -264,12 +267,11 @@ def _backward(ctx, dy, *d_kept):
     needs = ctx.needs_input_grad
     if dy is None:
         return (None,) * len(needs)
-    of_params = needs[_NUM_ROUTED : _NUM_ROUTED + 4]
-    asked = needs[0], needs[1], any(of_params)
-    d_x, d_weight, *d_params = _expert_ffn_bwd(dy, *ctx.saved_tensors, *ctx.options, *asked)
-    found = d_x, d_weight, None, None, None, *d_params
-    grads = (grad if needed else None for grad, needed in zip(found, needs, strict=False))
-    return *grads, *(None,) * (len(needs) - len(found))
+    needed = needs[0], needs[1], any(needs[_NUM_ROUTED : _NUM_ROUTED + 4])
+    d_x, d_weight, *d_params = _expert_ffn_bwd(dy, *ctx.saved_tensors, *ctx.options, *needed)
+    grads = d_x, d_weight, None, None, None, *d_params
+    grads += (None,) * (len(needs) - len(grads))
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
