@@ -271,7 +271,6 @@ def with_flags(text: str, *configs: Any) -> str:
         name, value = argument.groups()
         if name not in flags:
             return argument[0].strip("`")
-        flag = "--" + flags[name].replace("_", "-")
-        return flag if value in (None, "True") else f"{flag} {value.strip(chr(39))}"
+        return as_flag(flags[name], "" if value in (None, "True") else value.strip("'"))
 
     return _ARGUMENT.sub(spelled, text)

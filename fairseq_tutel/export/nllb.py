@@ -10,8 +10,9 @@ import torch
 
 from ..checkpoint import split_key
 from ..checkpoint.folders import SPECIAL_IDS, nllb_tensors
+from ..config.options import as_flag
 from .errors import ExportError
-from .options import StoredOptions, flag_of
+from .options import StoredOptions
 from .tokenizer import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -122,9 +123,9 @@ def _describe(options: StoredOptions, weights: Mapping[str, Any]) -> tuple[Simpl
     for name, value in _FIXED.items():
         found = getattr(model, name)
         if isinstance(value, bool) and bool(found) != value:
-            raise _no_place(f"a model {'without' if value else 'with'} {flag_of(name)}")
+            raise _no_place(f"a model {'without' if value else 'with'} {as_flag(name)}")
         if not isinstance(value, bool) and found != value:
-            raise _no_place(f"{flag_of(name)} {found}")
+            raise _no_place(f"{as_flag(name)} {found}")
     widths = {getattr(model, f"{side}_ffn_embed_dim") for side in ("encoder", "decoder")}
     if model.moe_expert_ffn_dim and widths != {model.moe_expert_ffn_dim}:
         raise _no_place(f"--moe-expert-ffn-dim {model.moe_expert_ffn_dim} beside other FFNs")
@@ -161,7 +162,7 @@ def _describe(options: StoredOptions, weights: Mapping[str, Any]) -> tuple[Simpl
     for side, freq in zip(("encoder", "decoder"), frequencies, strict=True):
         dense = f"alternate{'_decoder' if side == 'decoder' else ''}_ffn_embed_dim"
         if freq and getattr(model, dense) > 0:
-            raise _no_place(f"{flag_of(dense)} {getattr(model, dense)}")
+            raise _no_place(f"{as_flag(dense)} {getattr(model, dense)}")
         fields |= {
             f"{side}_layers": getattr(model, f"{side}_layers"),
             f"{side}_attention_heads": getattr(model, f"{side}_attention_heads"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import register
 from ..config import PRESETS, ExpertConfig
+from ..config.options import as_flag
 from .description import LayerConfig, describe_layer
 from .errors import ExportError
 
@@ -49,7 +50,7 @@ class StoredOptions:
         model = self.model
         for name in _UNSUPPORTED:
             if getattr(model, name, None):
-                raise ExportError(f"a model with {flag_of(name)} cannot be exported")
+                raise ExportError(f"a model with {as_flag(name)} cannot be exported")
         if rank := getattr(model, "moe_lora_rank", 0):
             merge = "python -m fairseq_tutel.checkpoint merge-lora PATH OUT"
             raise ExportError(f"merge a model with --moe-lora-rank {rank} first: {merge}")
@@ -57,7 +58,7 @@ class StoredOptions:
         for name in (*others, "decoder_input_dim", "decoder_output_dim"):
             if (found := getattr(model, name)) not in (None, getattr(model, first)):
                 raise ExportError(
-                    f"{flag_of(name)} {found} cannot be exported: it differs from {flag_of(first)}"
+                    f"{as_flag(name)} {found} cannot be exported: it differs from {as_flag(first)}"
                 )
 
     def describe_layer(self, hidden_dim: int) -> LayerConfig:
@@ -82,11 +83,6 @@ class StoredOptions:
             shared_dim=experts.shared_expert_dim,
             shared_gate=experts.shared_expert_gate,
         )
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of an option."""
-    return f"--{name.replace('_', '-')}"
 
 
 def read_options(

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -105,11 +105,7 @@ class AuxLosses:
     @property
     def load(self) -> dict[str, torch.Tensor]:
         """int64 [E] by layer: choices of each expert by this rank's tokens, before dropping."""
-        found: dict[str, torch.Tensor] = {}
-        for name, aux in self.layers:
-            load_E = aux.load_E.long()
-            found[name] = found[name] + load_E if name in found else load_E
-        return found
+        return _sums((name, aux.load_E) for name, aux in self.layers)
 
     def metrics_dict(self) -> dict[str, float]:
         """Return fairseq's routing metrics by name: means over the layers, for this rank's tokens.
@@ -154,12 +150,8 @@ class AuxLosses:
 
     def bias_counts(self) -> dict[str, torch.Tensor]:
         """Return counts for :func:`update_load_bias` by layer, of calls that get gradients."""
-        found: dict[str, torch.Tensor] = {}
-        for name, call in self._calls:
-            if call.has_gradients and call.aux.bias_counts is not None:
-                counts = call.aux.bias_counts.long()
-                found[name] = found[name] + counts if name in found else counts
-        return found
+        counted = ((name, call.aux.bias_counts) for name, call in self._calls if call.has_gradients)
+        return _sums((name, counts) for name, counts in counted if counts is not None)
 
 
 @contextmanager
@@ -267,6 +259,14 @@ def update_load_bias(model: nn.Module, passes: Sequence[AuxLosses]) -> None:
     for layer, counts in zip(moving.values(), _sum_over_ranks(sums_L), strict=True):
         gate: Any = layer.gate
         gate.update_load_bias(counts)
+
+
+def _sums(counts_of: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return int64 sums of the counts under each name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, counts in counts_of:
+        found[name] = found[name] + counts if name in found else counts.long()
+    return found
 
 
 def _shares_of_calls(calls: Sequence[tuple[str, LayerCall]]) -> torch.Tensor:

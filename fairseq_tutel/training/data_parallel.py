@@ -136,8 +136,7 @@ def leave_experts_out(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, MoELayer):
             experts = (*module.experts.named_parameters(), *module.experts.named_buffers())
-            prefix = f"{path}.experts." if path else "experts."
-            names += [prefix + name for name, _ in experts]
+            names += [f"{path}.experts.{name}".lstrip(".") for name, _ in experts]
     names += [f"_orig_mod.{name}" for name in names]  # the names that torch.compile gives them
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, list(dict.fromkeys(names))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.options import FRACTION, at_least, documented, option
+from ...config.options import FRACTION, as_flag, at_least, documented, option
 from ...distributed import experts_of_ffn
 from ..layout import CheckpointError
 from ..reader import SetReader, read_set
@@ -311,8 +311,8 @@ def _check_options(shared: Mapping[str, Any], src: str) -> None:
     options = options_of(shared)
     for name in _REFUSED:
         if options.get(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{src}: {flag} {options[name]} cannot be combined with experts")
+            flag = as_flag(name, options[name])
+            raise CheckpointError(f"{src}: {flag} cannot be combined with experts")
     if _is_lm(shared[MODEL]) and options.get("decoder_normalize_before") is False:
         raise CheckpointError(
             f"{src}: norms come after the blocks (no --decoder-normalize-before), and language "

@@ -261,10 +261,8 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any], source: str, **o
 
 def placements_by_prefix(model: nn.Module) -> dict[str, ExpertParallelGroups]:
     """Return the placement of each MoE layer by the prefix of its experts' names."""
-    return {
-        f"{path}.experts." if path else "experts.": layer.groups
-        for path, layer in moe_layers(model).items()
-    }
+    layers = moe_layers(model).items()
+    return {f"{path}.experts.".lstrip("."): layer.groups for path, layer in layers}
 
 
 def placement_of(model: nn.Module) -> ExpertParallelGroups:

@@ -58,17 +58,11 @@ class GateLoss:
         loss, sample_size, *others = output
         extra = collected_extra(aux, self._model)
         gate_loss = combined_loss(extra["moe"], self._method, loss)
-        log = routing_log(self._model, gate_loss, _plain(sample_size), extra)
-        self.logs.append(_zeros(log) if self.ignored else log)
+        size = sample_size.detach() if torch.is_tensor(sample_size) else sample_size
+        log = routing_log(self._model, gate_loss, size, extra)
+        if self.ignored:
+            log = {name: v if isinstance(v, list) else v * 0 for name, v in log.items()}
+        self.logs.append(log)
         if not self._model.training or not self.gate_loss_weight or not extra["moe"]:
             return None
         return (loss + self.gate_loss_weight * sample_size * gate_loss, sample_size, *others)
-
-
-def _plain(sample_size: Any) -> Any:
-    return sample_size.detach() if torch.is_tensor(sample_size) else sample_size
-
-
-def _zeros(log: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that does not count."""
-    return {name: v if isinstance(v, list) else v * 0 for name, v in log.items()}
