@@ -153,8 +153,7 @@ class _Stacks:
             rank = down_a.shape[1]
             down_a = nn.functional.pad(down_a, (0, 0, 0, rank))
             down_b = nn.functional.pad(down_b, (0, rank))
-        values = [each for pair in ((a, b), (down_a, down_b)) for each in pair]
-        flat = [_flat(value, kind) for value, kind in zip(values, "ABAB", strict=True)]
+        flat = [_flat(*each) for each in zip((a, b, down_a, down_b), "ABAB", strict=True)]
         return dict(zip(self.names(), flat, strict=True))
 
     def split(self, tensors: Mapping[str, Tensor], separate: bool) -> dict[str, Tensor]:

@@ -46,8 +46,7 @@ def experts_forward(
     out = _compute(experts, projections, rows, row_end_E)
     if getattr(experts, "has_post_expert_norm", False):
         out = experts.post_expert_norm(out)
-    y_TM = ops.combine(out, dest_row_TK, src_pair_R, weight_TK)
-    return y_TM.to(hidden_states.dtype)
+    return ops.combine(out, dest_row_TK, src_pair_R, weight_TK).to(hidden_states.dtype)
 
 
 def _compute(experts: nn.Module, projections: Projections, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -81,8 +81,7 @@ class ChoiceRouter(moe.Router):
         if self.choice is None:
             raise ValueError("experts of a replaced model are called by their block")
         index_TK, weight_TK = _steered(*self.choice, call.steering)
-        num_experts = call.config.num_experts
-        outside_TK = (index_TK < 0) | (index_TK >= num_experts)
+        outside_TK = (index_TK < 0) | (index_TK >= call.config.num_experts)
         if pad_mask_T is not None:
             outside_TK = outside_TK | pad_mask_T[:, None]
         expert_TK = index_TK.masked_fill(outside_TK, -1).to(torch.int32)

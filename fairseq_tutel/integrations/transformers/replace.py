@@ -63,8 +63,7 @@ def replace_moe(
     names = {field.name for field in dataclasses.fields(MoEConfig)}
     allowed = {name: value for name, value in moe.items() if name in names}
     others = {name: value for name, value in moe.items() if name not in names}
-    found = find_blocks(model)
-    blocks = [_read(name, module, allowed) for name, module in found.items()]
+    blocks = [_read(name, module, allowed) for name, module in find_blocks(model).items()]
     for block in blocks:
         layer = _make_layer(block, groups or build_groups(block.config.num_experts), others)
         parent, _, leaf = block.name.rpartition(".")
@@ -161,13 +160,9 @@ def _make_layer(
             layer.experts.activate = activation
     layer.experts.to(down.dtype).to_empty(device=down.device)
     layer.experts.mark()  # to_empty made new parameters
-    layer.experts.load_state_dict(
-        {
-            f"{slot}.{end}": view[expert]
-            for slot, expert in enumerate(groups.local_experts)
-            for end, view in views.items()
-        }
-    )
+    held = enumerate(groups.local_experts)
+    state = {f"{slot}.{end}": view[i] for slot, i in held for end, view in views.items()}
+    layer.experts.load_state_dict(state)
     for mine, theirs in matching_parameters(layer, experts):
         mine.requires_grad_(theirs.requires_grad)
     if parts.bias and layer.gate.load_bias is not None:

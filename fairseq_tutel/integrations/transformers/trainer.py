@@ -214,8 +214,7 @@ class MoETrainer(Trainer):
         else:
             state = original_state_dict(self.model, self.blocks)
         self._save(output_dir, state)
-        layers = moe_layers(self.model).values()
-        if any(isinstance(layer.experts, LoRAExperts) for layer in layers):
+        if any(isinstance(layer.experts, LoRAExperts) for layer in moe_layers(self.model).values()):
             training.save_lora(f"{output_dir or self.args.output_dir}/experts", self.model)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

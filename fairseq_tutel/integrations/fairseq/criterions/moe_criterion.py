@@ -291,8 +291,7 @@ def _layer_mean_metrics(reports: list[MoEAux]) -> dict[str, torch.Tensor]:
     """Return the mean over the MoE layers of every metric; empty without MoE layers."""
     if not reports:
         return {}
-    means = moe.routing_metrics(reports).mean(1)
-    found = dict(zip(moe.METRIC_NAMES, means.unbind(), strict=True))
+    found = dict(zip(moe.METRIC_NAMES, moe.routing_metrics(reports).mean(1).unbind(), strict=True))
     if reports[0].num_null_KN is not None:
         found[_NULL] = torch.stack([aux.null_share for aux in reports]).mean()
     return found
@@ -325,18 +324,14 @@ def logged_passes(logs: Sequence[dict[str, Any]]) -> RoutingCounts | None:
     if not found:
         return None
     dims = RoutingCounts(load=2, kept=2, received=2, slots=1)  # dimensions of one pass
-    return RoutingCounts(
-        *(
-            torch.cat([part.reshape(-1, *part.shape[-dim:]) for part in parts])
-            for parts, dim in zip(zip(*found, strict=True), dims, strict=True)
-        )
-    )
+    fields = zip(zip(*found, strict=True), dims, strict=True)
+    flat = ([part.reshape(-1, *part.shape[-dim:]) for part in parts] for parts, dim in fields)
+    return RoutingCounts(*map(torch.cat, flat))
 
 
 def _utilisation_to_log(passes: RoutingCounts) -> dict[str, torch.Tensor | int]:
     """Return means over the calls of layers of every metric, ``padded_rows`` and ``ranks``."""
     called = passes.load.any(-1)  # layer drop skips some
     found = torch.stack(moe.utilisation(passes)).where(called, torch.nan)
-    means = found.flatten(1).nanmean(1).nan_to_num()
-    names = dict(zip(moe.UTILISATION_NAMES, means, strict=True))
+    names = dict(zip(moe.UTILISATION_NAMES, found.flatten(1).nanmean(1).nan_to_num(), strict=True))
     return {**names, "padded_rows": passes.slots.sum(), "ranks": passes.received.shape[-1]}

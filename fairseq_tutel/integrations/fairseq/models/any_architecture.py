@@ -127,8 +127,7 @@ def register_all() -> None:
         row = ARCHITECTURES.get(model_name + ENDING)
         defaults = models.ARCH_CONFIG_REGISTRY[arch]
         if row is not None:
-            rules = models.ARCH_CONFIG_REGISTRY[row.name]
-            both = functools.partial(_both, defaults, rules)
+            both = functools.partial(_both, defaults, models.ARCH_CONFIG_REGISTRY[row.name])
             models.register_model_architecture(row.name, name)(both)
             continue
         if model_name + ENDING not in models.MODEL_REGISTRY:

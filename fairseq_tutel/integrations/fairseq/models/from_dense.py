@@ -5,14 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....checkpoint.layout import split_key
 from ....distributed import experts_of_ffn
 from ....moe import MoELayer, parts_of_ffn
-
-
-def is_dense(weights: Any) -> bool:
-    """Return whether a state dict holds no experts."""
-    return not any(split_key(name) for name in weights)
 
 
 def copy_into_experts(model: Any, weights: MutableMapping[str, Tensor], path: str) -> None:

@@ -131,16 +131,10 @@ class MoEBlock:
         A recomputation adds to the same record, because gradients use its exchanges.
         """
         reports = []
+        how = {"step": step, "record": record, "capacity_factor": capacity_factor}
 
         def reported(x: torch.Tensor, pad_mask: torch.Tensor | None) -> torch.Tensor:
-            y, aux = self.moe_layer(
-                x,
-                pad_mask=pad_mask,
-                step=step,
-                record=record,
-                capacity_factor=capacity_factor,
-                return_aux=True,
-            )
+            y, aux = self.moe_layer(x, pad_mask=pad_mask, return_aux=True, **how)
             y, share = self._mixed(x, y, pad_mask)
             reports.append(aux._replace(share_of_layer=share))
             return y

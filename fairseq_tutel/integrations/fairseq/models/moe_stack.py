@@ -104,15 +104,8 @@ class LayerFactory:
         if any(param.is_meta for param in model.parameters()):
             self._put_by_sizes(model, names, given)
         else:
-            replace_ffn(
-                model,
-                names,
-                run.routing.num_experts,
-                copy_weights=copy_weights,
-                groups=self.groups,
-                **given,
-                **self._of_every_layer,
-            )
+            given |= {"copy_weights": copy_weights, "groups": self.groups, **self._of_every_layer}
+            replace_ffn(model, names, run.routing.num_experts, **given)
         for layer in moe_layers(model).values():
             layer.layer_index = next(self._numbers)
 

@@ -79,8 +79,7 @@ class SharedDecoding:
     def _sync(self, stack, num_tokens, word) -> tuple[StepAgreement, bool]:
         """Return the ranks' agreement, and whether any rank has tokens."""
         first = next(iter(stack.moe_layers.values()))
-        dtype = stack.embed_tokens.weight.dtype
-        settings = first.step_settings(dtype, capacity_factor=0.0)
+        settings = first.step_settings(stack.embed_tokens.weight.dtype, capacity_factor=0.0)
         step, words = sync_step_and_word(num_tokens, settings, first.groups, word)
         failed = [rank for rank, each in words.items() if each == _FAILED]
         self._over = bool(failed) or set(words.values()) == {_IDLE}

@@ -88,11 +88,8 @@ def stand_in_task(arch: str, words: Any = None) -> Any:
     names = (
         *("source_dictionary", "target_dictionary", "dictionary", "output_dictionary"),
         *("src_dict", "tgt_dict", "target_dictionary_mt"),
-        *(
-            f"{side}_{kind}_dictionary"
-            for side in ("source", "target")
-            for kind in ("duration", "f0")
-        ),
+        *("source_duration_dictionary", "target_duration_dictionary"),
+        *("source_f0_dictionary", "target_f0_dictionary"),
     )
     of_speech = {"sample_rate": 16000, "label_rate": 50.0, "fine_tuning": False}
     args = SimpleNamespace(**OPTIONS, **of_speech, target_is_code="spect" not in arch)

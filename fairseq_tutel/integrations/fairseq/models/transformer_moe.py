@@ -112,14 +112,10 @@ class TransformerMoE(MoEModel, TransformerModelBase):
 
     def forward(self, src_tokens, src_lengths, prev_output_tokens, **options):
         """Compute the stock method; add what ``reports_to_extra`` returns to its second result."""
-        stacks = (self.encoder, self.decoder)
-        steps = moe_stack.agree(
-            [list(stack.moe_layers.values()) for stack in stacks],
-            [src_tokens.numel(), prev_output_tokens.numel()],
-            self.decoder.embed_tokens.weight.dtype,
-            self.exchange_tuner,
-            generating=False,
-        )
+        stacks = [list(stack.moe_layers.values()) for stack in (self.encoder, self.decoder)]
+        counts = [src_tokens.numel(), prev_output_tokens.numel()]
+        dtype, tuner = self.decoder.embed_tokens.weight.dtype, self.exchange_tuner
+        steps = moe_stack.agree(stacks, counts, dtype, tuner, generating=False)
         whole = self._is_generation_fast  # prepared for inference: drops nothing
         with (
             self.encoder.scope.open(steps[0], whole) as of_encoder,

@@ -142,8 +142,7 @@ class MoETransformerDecoder(MoEStack, TransformerDecoderBase):
         unread = generating or self.is_evaluated
         with self.scope.open(step, generating, not unread) as reports:
             x, extra = run()
-        layers = list(self.moe_layers.values())
-        return x, extra | reports_to_extra(reports, layers, step)
+        return x, extra | reports_to_extra(reports, list(self.moe_layers.values()), step)
 
 
 class Layers(nn.ModuleList):

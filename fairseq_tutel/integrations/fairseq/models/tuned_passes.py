@@ -82,5 +82,4 @@ class _TunedPasses:
             return None  # the layer agrees by itself, on its own exchange
         chosen = {"exchange": self._step.exchange, "timer": self._step.timer}
         settings = layer.step_settings(dtype, exchange=self._step.exchange)
-        step = sync_step(count, settings, layer.groups)
-        return dataclasses.replace(step, **chosen)
+        return dataclasses.replace(sync_step(count, settings, layer.groups), **chosen)

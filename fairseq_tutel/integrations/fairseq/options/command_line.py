@@ -82,14 +82,8 @@ def add_meta_flags(parser: Any) -> None:
     for entry in (*ACCEPTED, *_ALL_REFUSED):
         flag, *value = entry.split()
         if flag not in parser._option_string_actions:
-            parser.add_argument(
-                flag,
-                action=_MetaFlag,
-                nargs=len(value),
-                const=entry,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
+            hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(flag, action=_MetaFlag, nargs=len(value), const=entry, **hidden)
 
 
 def _add_data_tags(parser: Any) -> None:

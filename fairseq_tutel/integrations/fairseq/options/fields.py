@@ -106,8 +106,7 @@ def values_of(config: Any, args: Any) -> dict[str, Any]:
             value = _unless_auto(flag, str(value), field)
         values[field.name] = str(value) if isinstance(field.default, str) else value
         if meta["options"] is not None:
-            options = meta["registry"].options_of_flags(values[field.name], args)
-            values[meta["options"]] = options
+            values[meta["options"]] = meta["registry"].options_of_flags(values[field.name], args)
     return values
 
 

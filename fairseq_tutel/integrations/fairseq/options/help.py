@@ -16,20 +16,10 @@ from .bundles import BUNDLES, keys_of, members
 
 # what a first training may need
 _FIRST = (
-    "moe_preset",
-    "moe_expert_count",
-    "moe_freq",
-    "moe_expert_ffn_dim",
-    "moe_expert_network",
-    "moe_router",
-    "moe_top_k",
-    "moe_capacity_factor",
-    "moe_eval_capacity_factor",
-    "moe_gate_loss_wt",
-    "moe_load_bias",
-    "moe_batch_prioritized_routing",
-    "moe_exchange",
-    "moe_overlap_degree",
+    *("moe_preset", "moe_expert_count", "moe_freq", "moe_expert_ffn_dim", "moe_expert_network"),
+    *("moe_router", "moe_top_k", "moe_capacity_factor", "moe_eval_capacity_factor"),
+    *("moe_gate_loss_wt", "moe_load_bias", "moe_batch_prioritized_routing"),
+    *("moe_exchange", "moe_overlap_degree"),
 )
 _TITLES = {
     "first": "Begin with these",

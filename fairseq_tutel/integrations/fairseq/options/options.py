@@ -158,16 +158,11 @@ class RunOptions:
 
 # options of fairseq's models
 _UNSUPPORTED = (
-    "base_layers",
-    "scale_fc",
-    "quant_noise_pq",
-    "character_embeddings",
-    "adaptive_input",
-    "adaptive_softmax_cutoff",
-    "encoder_layerdrop",  # would drop different layers on different ranks
-    "decoder_layerdrop",
-    "encoder_layers_to_keep",
-    "decoder_layers_to_keep",
+    *("base_layers", "scale_fc", "quant_noise_pq"),
+    *("character_embeddings", "adaptive_input", "adaptive_softmax_cutoff"),
+    # would drop different layers on different ranks
+    *("encoder_layerdrop", "decoder_layerdrop"),
+    *("encoder_layers_to_keep", "decoder_layers_to_keep"),
 )
 
 
@@ -266,8 +261,7 @@ def moe_config(args: Any, num_experts: int) -> MoEConfig:
     """Return the routing options; raise ValueError if they contradict each other."""
     preset = str(getattr(args, "moe_preset", None) or "meta")  # older checkpoints have none
     values = values_of(MoEConfig, args)
-    capacity = PRESETS[preset]["capacity_factor"]
-    _resolve_capacity(values, args.moe_top1_expert, capacity)
+    _resolve_capacity(values, args.moe_top1_expert, PRESETS[preset]["capacity_factor"])
     if num_experts == 1:
         values.setdefault("top_k", 1)  # the default of 2 is for two experts or more
     values = with_preset(preset, values, num_experts)

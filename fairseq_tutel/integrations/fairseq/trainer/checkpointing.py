@@ -9,10 +9,10 @@ from fairseq import checkpoint_utils, utils
 from fairseq.logging import meters, metrics
 
 from .... import training
-from ....checkpoint import check_complete
+from ....checkpoint import check_complete, split_key
 from ....checkpoint.state import options_of
 from ....distributed import process_world
-from ..models.from_dense import copy_into_experts, is_dense
+from ..models.from_dense import copy_into_experts
 from .sets import progress
 from .update_size import other_update_size
 
@@ -108,7 +108,7 @@ class CheckpointMixin:
         )
         check_complete(state, filename)
         history = state["optimizer_history"]
-        if is_dense(state["model"]):
+        if not any(map(split_key, state["model"])):  # a dense model's
             copy_into_experts(self._model, state["model"], filename)
             state["last_optimizer_state"] = None  # of other parameters
             logger.info("every expert starts as the dense block of its layer in %s", filename)

@@ -8,7 +8,6 @@ makes again: the files equal those of a run that was never interrupted.
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from fairseq.logging import metrics
@@ -41,18 +40,11 @@ class ExpertLoadLog:
             self._write(update, RoutingCounts(**{k: each.cpu() for k, each in counts.items()}))
 
     def _write(self, update: int, counts: RoutingCounts) -> None:
-        used = [
-            dict(zip(Utilisation._fields, (round(x, 2) for x in values), strict=True))
-            for values in torch.stack(utilisation(counts), 1).tolist()
-        ]
-        line: dict[str, Any] = {"update": update}
-        for name, by_layer in (
-            ("layers", counts.load.tolist()),
-            ("ranks", counts.received.tolist()),
-            ("utilisation", used),
-        ):
-            line[name] = dict(zip(self._layers, by_layer, strict=True))
-        append_line(self._path, line)
+        parts = {"layers": counts.load.tolist(), "ranks": counts.received.tolist()}
+        rows = ([round(x, 2) for x in row] for row in torch.stack(utilisation(counts), 1).tolist())
+        parts["utilisation"] = [dict(zip(Utilisation._fields, row, strict=True)) for row in rows]
+        line = {name: dict(zip(self._layers, part, strict=True)) for name, part in parts.items()}
+        append_line(self._path, {"update": update, **line})
 
     def state(self) -> dict[str, list] | None:
         """Return the sums since the last line, for a checkpoint."""
@@ -83,9 +75,8 @@ class ExchangeLog:
                 continue
             if event["what"] == "decision":
                 logger.info(describe_tuning(event))
-            append_line(
-                self._lines, {"update": update, **event, "about": describe_key(event["key"])}
-            )
+            about = describe_key(event["key"])
+            append_line(self._lines, {"update": update, **event, "about": about})
         if self._tuner.milliseconds is not None:
             metrics.log_scalar("moe_exchange_ms", self._tuner.milliseconds, weight=1, round=3)
 

@@ -93,12 +93,10 @@ class MoETrainer(CheckpointMixin, MemoryMixin, Trainer):
         if not self.use_distributed_wrapper:
             return self._model
         if self._wrapped_model is None:
+            dist_cfg, group = self.cfg.distributed_training, self.data_parallel_process_group
+            normalize = str(self.cfg.model.moe_normalize_expert_grad)
             self._wrapped_model = parallel.MoEDistributedModel(
-                self.cfg.distributed_training,
-                self._model,
-                self.data_parallel_process_group,
-                self.device,
-                str(self.cfg.model.moe_normalize_expert_grad),
+                dist_cfg, self._model, group, self.device, normalize
             )
         return self._wrapped_model
 
@@ -378,11 +376,8 @@ def _parameters(model) -> str:
     """Describe the parameters of all ranks, and those that a token uses; shared ones count once."""
     groups, params = model.moe_groups, list(model.parameters())
     dense = sum(param.numel() for param in params if not is_expert(param))
-    experts = sum(
-        param.numel() * groups.world_size // copies_of(param, groups)
-        for param in params
-        if is_expert(param)
-    )
+    held = [param for param in params if is_expert(param)]
+    experts = sum(param.numel() * groups.world_size // copies_of(param, groups) for param in held)
     top_k = next(iter(model.moe_layers.values())).config.top_k
     active = dense + experts * top_k // groups.num_experts
     return (
