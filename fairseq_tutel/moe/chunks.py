@@ -100,8 +100,7 @@ def _padded(routing, exchange, degree):
             return rows.reshape(local, ranks * capacity, -1)
 
         def by_rank(out):
-            model_dim = out.shape[-1]
-            return out.view(local, ranks, capacity, -1).transpose(0, 1).reshape(-1, model_dim)
+            return out.view(local, ranks, capacity, -1).transpose(0, 1).reshape(-1, out.shape[-1])
 
         return Chunk(span, None, None, by_expert, by_rank)
 

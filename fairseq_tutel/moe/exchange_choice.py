@@ -84,8 +84,7 @@ class ExchangeChoice(NamedTuple):
         if random.Random(f"{draw} {layer_index}").random() >= probability:
             return self
         copy = LocalCopy(self.exchange.groups, self.exchange.name)
-        stay = distributed.Exchange(copy, None, False)
-        return self._replace(exchange=stay, overlap_degree=1)
+        return self._replace(exchange=distributed.Exchange(copy, None, False), overlap_degree=1)
 
 
 class ExchangeChoices:

@@ -56,8 +56,7 @@ def balanced(
         return routing, experts, chunks
     plain = Exchange(choice.exchange.algorithm)  # weights travel as they are
     moves = balance.WeightMoves(plan.moves, plain, stream_of(device), record)
-    helped = HelpedExperts(experts, moves, own_rows)
-    return _to_pieces(routing, plan, rank), helped, chunks
+    return _to_pieces(routing, plan, rank), HelpedExperts(experts, moves, own_rows), chunks
 
 
 def _to_pieces(routing: Routing, plan: balance.BalancePlan, rank: int) -> Routing:

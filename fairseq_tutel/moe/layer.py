@@ -206,8 +206,7 @@ class MoELayer(nn.Module):
         top_k = top_k_of(choices, top_k, self.config)
         config, choice = self._resolve(step, top_k, capacity_factor, exchange, r)
         steering = steer(choices, weights, config, x.shape[:-1], x.device, recorder)
-        dropout = config.input_dropout if self.training else 0.0
-        given_TM, x_TM = self._tokens(x, dropout)
+        given_TM, x_TM = self._tokens(x, config.input_dropout if self.training else 0.0)
         reports = ("later" if balance_later else "now") if return_aux else "not asked for"
         agreed = self._agree(config, choice, x_TM, step, reports)
         uncounted_T, num_tokens = None, len(x_TM)
@@ -297,10 +296,8 @@ class MoELayer(nn.Module):
     def _agree(self, config, choice, x_TM, step, reports) -> distributed.StepAgreement:
         """Return what the ranks agreed on for this call; collective without a step."""
         if not torch.compiler.is_compiling():
-            seen = self._checked_wrapper
-            self._checked_wrapper = distributed.refuse_plain_wrapper(
-                self.experts, self.groups, seen
-            )
+            seen, check = self._checked_wrapper, distributed.refuse_plain_wrapper
+            self._checked_wrapper = check(self.experts, self.groups, seen)
         if step is None:
             if not self.groups.needs_sync:
                 return distributed.StepAgreement(x_TM.shape[0])

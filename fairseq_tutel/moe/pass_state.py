@@ -51,8 +51,7 @@ def _memory(experts: torch.nn.Module, choice: ExchangeChoice) -> str:
         return memory.mode
     if choice.overlap_degree == 1:
         return "fast"
-    observed = is_observed(experts)
-    return "hooks or a wrapper observe the experts" if observed else "chunk by chunk"
+    return "hooks or a wrapper observe the experts" if is_observed(experts) else "chunk by chunk"
 
 
 def _described(experts: torch.nn.Module, training: bool) -> str:

@@ -17,17 +17,10 @@ from .update_load import UpdateLoad
 
 _BALANCE_SHARE = 0.2  # "top" and "bottom" experts are this share of all, at least one
 METRIC_NAMES = (
-    "overflow_expert1",
-    "overflow_expert2",
-    "entropy_gating",
-    "expert1_balance_top",
-    "expert1_balance_bottom",
-    "unused_expert1_count",
-    "expert2_balance_top",
-    "expert2_balance_bottom",
-    "unused_expert2_count",
-    "all_to_all_cpu_time_ms",
-    "all_to_all_cuda_time_ms",
+    *("overflow_expert1", "overflow_expert2", "entropy_gating"),
+    *("expert1_balance_top", "expert1_balance_bottom", "unused_expert1_count"),
+    *("expert2_balance_top", "expert2_balance_bottom", "unused_expert2_count"),
+    *("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"),
 )
 _TIMES = METRIC_NAMES[-2:]
 
@@ -178,14 +171,9 @@ def routing_metrics(reports: Sequence[MoEAux]) -> torch.Tensor:
     times = [[record.cpu_ms for record in records], [record.cuda_ms for record in records]]
     # to a GPU, only if there is something to copy
     times_2L = entropy_L.new_tensor(times) if any(map(any, times)) else entropy_L.new_zeros(2, 1)
-    return torch.cat(
-        [
-            pad(overflow_LK, (0, 2 - overflow_LK.shape[1])).t(),
-            entropy_L[None],
-            balance_6L,
-            times_2L.expand(2, len(reports)),
-        ]
-    )
+    overflow_2L = pad(overflow_LK, (0, 2 - overflow_LK.shape[1])).t()
+    times_2L = times_2L.expand(2, len(reports))
+    return torch.cat([overflow_2L, entropy_L[None], balance_6L, times_2L])
 
 
 def _overflow(reports: Sequence[MoEAux]) -> torch.Tensor:

@@ -222,8 +222,7 @@ def mask_at_random(values: torch.Tensor, probability: float, training: bool) -> 
         return values
     if not training:
         return values * (1 - probability)
-    kept = torch.rand(values.shape, device=values.device) >= probability
-    return torch.where(kept, values, 0)
+    return torch.where(torch.rand(values.shape, device=values.device) >= probability, values, 0)
 
 
 def mask_tokens(y_TM: torch.Tensor, probability: float, training: bool) -> torch.Tensor:

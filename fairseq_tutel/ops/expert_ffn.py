@@ -146,14 +146,9 @@ def _fake(*arguments):
         hidden, scale = call.memory.store(hidden, hidden_dim)
     both = every if call.routed else 0
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return (
-        y,
-        x.new_empty((0 if call.gathers else both, model_dim)),
-        hidden,
-        scale,
-        x.new_empty((every, hidden_dim)),
-        x.new_empty((both, model_dim)),
-    )
+    dispatched = x.new_empty((0 if call.gathers else both, model_dim))
+    active, out = x.new_empty((every, hidden_dim)), x.new_empty((both, model_dim))
+    return y, dispatched, hidden, scale, active, out
 
 
 def _flops(_, *arguments):
@@ -182,8 +177,7 @@ def _expert_ffn(*arguments):
     if not call.routed:
         return out, rows, *saved[:3], none
     out = out.view(-1, x.shape[-1])
-    combine = implementation("combine_fwd", x)
-    y = combine(out, call.dest_row, call.weight, late_bias, late_by)
+    y = implementation("combine_fwd", x)(out, call.dest_row, call.weight, late_bias, late_by)
     if not call.keeps_outputs:
         rows, out = (x.new_empty((0, x.shape[-1])), none)
     return y, rows, *saved[:3], out

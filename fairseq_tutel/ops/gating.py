@@ -39,8 +39,7 @@ def _topk_gating_bwd(
     lse: Tensor,
     choice: Tensor,
 ) -> Tensor:
-    gradient = implementation("topk_gating_bwd", logits)
-    return gradient(d_gate, d_prob_sum, d_lse, logits, lse, choice)
+    return implementation("topk_gating_bwd", logits)(d_gate, d_prob_sum, d_lse, logits, lse, choice)
 
 
 def _gating_setup(ctx, inputs, output):

@@ -34,15 +34,13 @@ def _assign_rows(
     if num_routed is None:
         sort_pairs = implementation("sort_pairs_fwd", gate)
         return sort_pairs(expert, gate, num_experts, priority_T=priority, **layout)
-    assign_rows = implementation("assign_rows_fwd", gate)
-    found = assign_rows(expert, position, gate, num_routed, **layout)
+    found = implementation("assign_rows_fwd", gate)(expert, position, gate, num_routed, **layout)
     return *found, num_routed.new_empty((0, num_experts))  # no operator returns an argument
 
 
 @operator("assign_rows_bwd", lambda d_weight, gate, dest_row, normalize: gate.new_empty(gate.shape))
 def _assign_rows_bwd(d_weight: Tensor, gate: Tensor, dest_row: Tensor, normalize: bool) -> Tensor:
-    gradient = implementation("assign_rows_bwd", gate)
-    return gradient(d_weight, gate, dest_row, normalize=normalize)
+    return implementation("assign_rows_bwd", gate)(d_weight, gate, dest_row, normalize=normalize)
 
 
 def _setup(ctx, inputs, output):

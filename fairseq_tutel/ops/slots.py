@@ -18,8 +18,7 @@ def _fake_slots(expert, num_experts, priority):
 def _assign_slots(
     expert: Tensor, num_experts: int, priority: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    assign = implementation("assign_slots", expert)
-    return assign(expert, num_experts, priority_T=priority)
+    return implementation("assign_slots", expert)(expert, num_experts, priority_T=priority)
 
 
 def assign_slots(

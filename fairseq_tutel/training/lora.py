@@ -200,8 +200,7 @@ def put_updates(
     path: str | os.PathLike[str],
 ) -> None:
     """Give a model the tensors of these names; ``path`` is what errors name."""
-    layers = _layers(model)
-    has_lora = any(isinstance(layer.experts, LoRAExperts) for layer in layers.values())
+    has_lora = any(isinstance(layer.experts, LoRAExperts) for layer in _layers(model).values())
     banks = _banks(model) if has_lora else _make(model, rank, alpha)
     for bank in banks.values():
         if (rank, alpha) != (bank.rank, bank.alpha):

@@ -40,8 +40,7 @@ class ReplicaCheck:
             return
         check = cls(model)
         model.register_forward_pre_hook(check.before_forward)
-        handle = register_optimizer_step_pre_hook(check.before_step)
-        weakref.finalize(model, handle.remove)
+        weakref.finalize(model, register_optimizer_step_pre_hook(check.before_step).remove)
 
     def __getstate__(self):
         """Return nothing: a copy of the model is not watched until it is prepared."""

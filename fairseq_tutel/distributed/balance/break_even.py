@@ -81,12 +81,8 @@ def _flops_per_byte(groups, dtype, device):
     received = torch.empty_like(sent)
     # half of the ranks send to the other half, as busy ranks do to their helpers
     to_P, from_P = _neighbour_splits(groups, numbers)
-    exchange = _fastest(
-        lambda: dist.all_to_all_single(
-            received[: sum(from_P)], sent[: sum(to_P)], from_P, to_P, group=groups.ep_group
-        ),
-        device,
-    )
+    message = received[: sum(from_P)], sent[: sum(to_P)], from_P, to_P
+    exchange = _fastest(lambda: dist.all_to_all_single(*message, group=groups.ep_group), device)
     flops = 2 * num_rows * width**2 / product
     bytes_per_second = numbers * dtype.itemsize / exchange
     mine = round(1000 * flops / bytes_per_second)

@@ -146,8 +146,7 @@ class LoRAExperts(StackedExperts):
 
     def prepare(self, dtype, parallelism=None, travels=False):
         if travels or not (parallelism is None or parallelism.is_replicated):
-            summed = self._summed(self.sums(self.held(), dtype))
-            return summed.prepare(dtype, parallelism, travels)
+            return self._summed(self.sums(self.held(), dtype)).prepare(dtype, parallelism, travels)
         dropout = (self.activation_dropout, self.dropout) if self.training else (0.0, 0.0)
         held, inner, network = self.held(), self.make_network(dropout, 0), None
         is_frozen = not any(each.requires_grad for each in held[: len(self.network.layout)])

@@ -24,5 +24,4 @@ def limit_to_groups(key_TE: torch.Tensor, config: MoEConfig) -> torch.Tensor:
     score_TG = in_groups.topk(count, dim=-1).values.sum(-1)
     chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
     chosen_TG.scatter_(1, score_TG.topk(config.top_groups, dim=-1).indices, True)
-    outside_TE = ~chosen_TG.repeat_interleave(group_size, dim=1)
-    return key_TE.masked_fill(outside_TE, -torch.inf)
+    return key_TE.masked_fill(~chosen_TG.repeat_interleave(group_size, dim=1), -torch.inf)
