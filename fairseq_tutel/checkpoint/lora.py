@@ -57,11 +57,8 @@ def _merged(tensors: Mapping[str, Tensor], rank: int, scale: float, src: str) ->
         if kind not in ("weight", "lora_A", "lora_B") or a is b is None:
             merged[name] = value
             continue
-        _check_update(
-            {"weight": tensors.get(f"{stem}.weight"), "lora_A": a, "lora_B": b},
-            rank,
-            f"{src}: {stem}",
-        )
+        parts = {"weight": tensors.get(f"{stem}.weight"), "lora_A": a, "lora_B": b}
+        _check_update(parts, rank, f"{src}: {stem}")
         if kind == "weight":
             total = torch.addmm(value.float(), b.float(), a.float(), alpha=scale)
             merged[name] = total.to(value.dtype)

@@ -28,10 +28,8 @@ def find_config(words: Sequence[str]) -> tuple[list[str], Path | None]:
     The words get the folder of the shipped configs if they name one of these and no folder.
     ValueError is raised for a missing folder or file.
     """
-    name, given = (
-        flag_value(words, "--config-name", "-cn"),
-        flag_value(words, "--config-dir", "-cd"),
-    )
+    name = flag_value(words, "--config-name", "-cn")
+    given = flag_value(words, "--config-dir", "-cd")
     folder, words = given or flag_value(words, "--config-path", "-cp"), list(words)
     if given and "://" not in given and not Path(given).is_dir():
         raise ValueError(f"--config-dir {given}: there is no such folder")

@@ -34,8 +34,7 @@ def of_sentencepieces(file: Path, symbols: list[str]) -> dict:
     ):
         if found:
             raise ExportError(f"{file}: a sentencepiece model with {reason} cannot be exported")
-    kinds = (_NORMAL, _BYTE)
-    scores = {each.piece: each.score for each in model.pieces if each.type in kinds}
+    scores = {each.piece: each.score for each in model.pieces if each.type in (_NORMAL, _BYTE)}
     known = set(symbols)
     if missing := [piece for piece in scores if piece not in known]:
         logger.warning(

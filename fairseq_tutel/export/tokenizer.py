@@ -132,14 +132,10 @@ def _words(symbols: list[str]) -> dict:
         if symbol in numbers:  # text gets the later number; the earlier stays in the vocabulary
             numbers[f"{symbol} {number}"] = numbers[symbol]
         numbers[symbol] = number
+    split = {"type": "Split", "pattern": {"Regex": _SPACES}, "behavior": "Removed", "invert": False}
     return {
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": _SPACES},
-            "behavior": "Removed",
-            "invert": False,
-        },
+        "pre_tokenizer": split,
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": numbers, "unk_token": "<unk>"},
     }

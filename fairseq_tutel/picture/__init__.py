@@ -61,8 +61,7 @@ def draw_loss(curves: Curves, picture: Path) -> None:
     axes.set_title("Loss in training and validation (cross-entropy, without the gate loss)")
     axes.legend()
     bottom, top = axes.get_ylim()
-    right = axes.twinx()
-    right.set(ylim=(2**bottom, 2**top), yscale="log", ylabel="perplexity")
+    axes.twinx().set(ylim=(2**bottom, 2**top), yscale="log", ylabel="perplexity")
     figure.savefig(picture, dpi=150)
 
 
@@ -118,8 +117,7 @@ def draw_exchange(lines: Sequence[dict], picture: Path) -> None:
         decisions = [line for line in mine if line["what"] == "decision"]
         for line in (line for line in mine if line["what"] == "trial"):
             milliseconds = statistics.median(line["samples"]) / 1000
-            color = colors[choice_name(line["choice"])]
-            axes.plot(line["update"], milliseconds, "o", color=color)
+            axes.plot(line["update"], milliseconds, "o", color=colors[choice_name(line["choice"])])
         ends = [*(line["update"] for line in decisions), end][1:]
         for line, until in zip(decisions, ends, strict=False):
             span = line["update"], max(until, line["update"] + 1)
@@ -143,11 +141,9 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
     """
     curves = read_log(log) if log else Curves()
     found = curves if curves.train or curves.valid else None
-    why = (
-        f"{log} has no lines of fairseq's metrics"
-        if log
-        else (f"{folder} has no .log file; name the file of --log-file by --log FILE")
-    )
+    why = f"{folder} has no .log file; name the file of --log-file by --log FILE"
+    if log:
+        why = f"{log} has no lines of fairseq's metrics"
     jobs: list[tuple] = [("loss.png", draw_loss, found, why)]
     for name, draw, file, flag in (
         ("experts.png", draw_experts, "expert_load.jsonl", "--moe-load-log-interval N"),

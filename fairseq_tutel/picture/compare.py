@@ -48,10 +48,8 @@ class Run:
     def at_speed(self, seconds: float) -> "Run":
         """Return the run as if every update had taken so many seconds."""
         points = [replace(p, seconds=seconds * p.updates) for p in self.points]
-        last = points[-1]
-        return replace(
-            self, points=points, means={**self.means, "tokens_per_s": last.tokens / last.seconds}
-        )
+        speed = {"tokens_per_s": points[-1].tokens / points[-1].seconds}
+        return replace(self, points=points, means={**self.means, **speed})
 
 
 def read_speeds(file: Path) -> dict[str, float]:
@@ -103,16 +101,14 @@ def _read(curves: Curves, flops: float | None) -> tuple[list[Point], dict[str, f
     tokens, seconds = [0, *accumulate(each)], [0, *accumulate(r.get("train_wall", 0) for r in rows)]
     points = []
     for update in sorted(curves.valid):
-        used = (interpolate([0, *updates], used, update) for used in (tokens, seconds))
-        ntokens, time = used
+        ntokens, time = (interpolate([0, *updates], used, update) for used in (tokens, seconds))
         operations = None if flops is None else flops * ntokens
         points.append(Point(curves.valid[update]["loss"], update, ntokens, time, operations))
     means = {"tokens_per_s": tokens[-1] / seconds[-1]} if seconds[-1] else {}
     last = rows[-max(1, len(rows) // 5) :]
     found = {name: [row[name] for row in last if name in row] for name in _MEANS}
-    return points, means | {
-        name: statistics.mean(values) for name, values in found.items() if values
-    }
+    means |= {name: statistics.mean(values) for name, values in found.items() if values}
+    return points, means
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -140,7 +136,7 @@ def _gap(run: Run, base: Run, axis: str) -> float:
 
 def table(settings: Mapping[str, Sequence[Run]]) -> list[str]:
     """Return lines: a row for each measure, a column for each setting; gaps are to the first."""
-    of_settings = list(settings.values())
+    first, *others = of_settings = list(settings.values())
 
     def row(title: str, form: str, values: Iterable[Sequence[float]]) -> tuple[str, ...]:
         cells = []
@@ -156,18 +152,11 @@ def table(settings: Mapping[str, Sequence[Run]]) -> list[str]:
     rows = [("", *settings), ("runs", *(str(len(runs)) for runs in of_settings))]
     rows += [row("updates", ",.0f", ends("updates")), row("held-out bits", ".3f", ends("bits"))]
     for axis in known_axes(settings)[:1] + known_axes(settings)[2:]:  # tokens say what updates do
-        gaps = (
-            [_gap(a, b, axis) for a in runs for b in of_settings[0]] for runs in of_settings[1:]
-        )
+        gaps = ([_gap(a, b, axis) for a in runs for b in first] for runs in others)
         rows.append(("  gap at equal " + axis, "-", *row("", "+.3f", gaps)[1:]))
     for name, (title, form) in _MEANS.items():
-        rows.append(
-            row(
-                title,
-                form,
-                ([r.means[name] for r in runs if name in r.means] for runs in of_settings),
-            )
-        )
+        means = ([r.means[name] for r in runs if name in r.means] for runs in of_settings)
+        rows.append(row(title, form, means))
     return columns(rows)
 
 
@@ -199,16 +188,13 @@ def draw_comparison(
             # seeds may have stopped at different updates: the band is where all have values
             shared = set.intersection(*({p.updates for p in run.points} for run in runs))
             of_seeds = [[p for p in run.points if p.updates in shared] for run in runs]
-            xs = [
-                statistics.mean(getattr(p, name) for p in each)
-                for each in zip(*of_seeds, strict=True)
-            ]
-            bits = [[p.bits for p in each] for each in zip(*of_seeds, strict=True)]
+            by_update = list(zip(*of_seeds, strict=True))
+            xs = [statistics.mean(getattr(p, name) for p in each) for each in by_update]
+            bits = [[p.bits for p in each] for each in by_update]
             label = title if len(runs) == 1 else f"{title} ({len(runs)} seeds)"
             axes.plot(xs, list(map(statistics.mean, bits)), color=color, label=label)
-            axes.fill_between(
-                xs, list(map(min, bits)), list(map(max, bits)), color=color, alpha=0.25
-            )
+            band = list(map(min, bits)), list(map(max, bits))
+            axes.fill_between(xs, *band, color=color, alpha=0.25)
         axes.set(xlabel=time if name == "seconds" else name)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)

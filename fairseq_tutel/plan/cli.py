@@ -112,8 +112,7 @@ def _run_ours(options, own: dict[str, Any], config, name: str, hardware) -> None
     from .settings import read_settings
 
     sizes = {key: own.get(key) for key in ("gpus", "vocabulary", "sentence")}
-    settings = read_settings(config, name, **sizes)
-    plan = make_plan(settings, hardware)
+    plan = make_plan(read_settings(config, name, **sizes), hardware)
     best, grown = best_plan(plan) if options.best else None, grown_plan(plan)
     tokens = own.get("tokens", 300e9)
     print(describe(plan, tokens))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..command_line import columns
+from ..config.options import as_flag
 from .any_model import ModelPlan
 from .balance import UTILISATIONS, help_of, rows_that_pay
 from .parameters import Parameters
@@ -125,8 +126,7 @@ def _parameter_rows(settings: Run, parameters: Parameters) -> list[tuple[str, st
         ("  dense", f"{parameters.dense:,}"),
     ]
     if settings.routing:
-        experts = dict.fromkeys(s.expert for s in parameters.stacks if s.moe_layers)
-        for size in experts:
+        for size in dict.fromkeys(s.expert for s in parameters.stacks if s.moe_layers):
             layers = sum(s.moe_layers for s in parameters.stacks if s.expert == size)
             rows.append(("  experts", f"{layers} layers x {parameters.experts} x {size:,}"))
         rows.append(("  active per token", f"{active_parameters(settings, parameters):,.0f}"))
@@ -187,10 +187,7 @@ def _dense_rows(plan: Plan, tokens: float) -> list[tuple[str, str]]:
     dense = flop_matched(plan)
     options = {s.wide_option: getattr(dense.settings.model, s.wide_option)
                for s in plan.settings.stacks if s.sparse}  # fmt: skip
-    command = plan.settings.name == "fairseq-train"
-    as_given = lambda key, width: (  # noqa: E731
-        f"--{key.replace('_', '-')} {width}" if command else f"+model.{key}={width}"
-    )
+    as_given = as_flag if plan.settings.name == "fairseq-train" else "+model.{}={}".format
     speed = plan.tokens_per_second / dense.tokens_per_second
     return [
         ("FLOP-matched dense model", " ".join(as_given(*each) for each in options.items())),

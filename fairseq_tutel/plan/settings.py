@@ -150,8 +150,7 @@ def read_settings(
             planner cannot count.
     """
     model, dataset = _section(config, "model"), _section(config, "dataset")
-    name_of_model = ARCH_MODEL_NAME_REGISTRY[model._name]
-    run_options(model, ARCHITECTURES[name_of_model].config)
+    run_options(model, ARCHITECTURES[ARCH_MODEL_NAME_REGISTRY[model._name]].config)
     _fill_sizes(model)
     if not (dataset.batch_size or dataset.max_tokens):
         raise ValueError("neither dataset.batch_size nor dataset.max_tokens is set")
@@ -216,8 +215,7 @@ def _run_of(
 
 def _check_positive(model: SimpleNamespace, dataset: SimpleNamespace) -> None:
     """Raise ValueError for a size below 1, naming the option."""
-    sides = ("encoder", "decoder") if is_encoder_decoder(model) else ("decoder",)
-    for side in sides:
+    for side in ("encoder", "decoder") if is_encoder_decoder(model) else ("decoder",):
         for size in ("layers", "embed_dim", "ffn_embed_dim", "attention_heads"):
             _check_size(f"{side}_{size}", getattr(model, f"{side}_{size}"))
     for name in ("batch_size", "max_tokens"):

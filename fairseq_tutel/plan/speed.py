@@ -129,8 +129,7 @@ def scatter_time(size: float, traffic: Traffic, hardware: Hardware) -> float:
     between nodes, but round at each step.
     """
     near = hardware.neighbours(traffic.gather_stride)
-    links = replace(hardware, gpus_per_node=near)
-    return LinearExchange.predict(size, traffic.gather_ranks, links)
+    return LinearExchange.predict(size, traffic.gather_ranks, replace(hardware, gpus_per_node=near))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...config.options import as_flag
 from ..layout import CheckpointError, split_key
 from ..reader import SetReader
 from ..state import MODEL, options_of, with_options
@@ -140,8 +141,7 @@ def _stock_options(
     """Return changes to the model's options: stock's name, no experts, and every size."""
     for name in ("moe_cmr", "use_stable_embedding"):
         if options.get(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{src}: stock fairseq has no model with {flag}")
+            raise CheckpointError(f"{src}: stock fairseq has no model with {as_flag(name)}")
     changes: dict[str, Any] = {name: None for name in options if "moe_" in name}
     for name in ("_name", "arch"):
         if options.get(name):

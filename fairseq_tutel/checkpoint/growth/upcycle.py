@@ -288,17 +288,13 @@ def _routers(ffns: _Ffns, how: Upcycling) -> dict[str, Tensor]:
 def _experts(sources: Sequence[_Ffns], how: Upcycling, wanted: range) -> dict[str, Tensor]:
     """Return the tensors of some experts of all layers, renumbered from 0."""
     model: dict[str, Tensor] = {}
+    options: dict[str, Any] = {"granularity": how.granularity, "silent": how.shared}
+    options["drop_ratio"] = how.drop_ratio
     for index, prefix in enumerate(sources[0]):
         for number in wanted:
             source = sources[number // how.granularity % len(sources)]
-            made = experts_of_ffn(
-                source[prefix],
-                [number],
-                granularity=how.granularity,
-                silent=how.shared,
-                drop_ratio=how.drop_ratio,
-                seed=how.seed + index * how.num_experts,
-            )
+            seed = how.seed + index * how.num_experts
+            made = experts_of_ffn(source[prefix], [number], seed=seed, **options)
             for name, value in made.items():
                 rest = name.partition(".")[2]
                 key = f"{prefix}moe_layer.experts.{number - wanted.start}.{rest}"
