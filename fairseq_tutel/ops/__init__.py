@@ -13,10 +13,9 @@ from ._operator import HOW_TO_OFFLOAD
 from .activation_memory import ActivationMemory, restore
 from .adam import adam16_maxima, adam16_step_, adam16_steps_
 from .backend import backend_for, get_backend, set_backend
-from .dispatch import combine, combine_bwd, dispatch
+from .dispatch import combine, combine_bwd, dispatch, dispatch_bwd
 from .expert_ffn import (
     Saved,
-    dispatch_bwd,
     expert_ffn,
     network_bwd,
     network_bwd_params,

@@ -106,6 +106,11 @@ def _combine_backward(ctx, dy):
 _combine.register_autograd(_combine_backward, setup_context=save_inputs)
 
 
+def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
+    """Return the sum of each token's rows, (T, M), the gradient of dispatch, without autograd."""
+    return implementation("dispatch_bwd", d_rows_RM)(d_rows_RM, dest_row_TK)
+
+
 def combine_bwd(
     dy_TM: Tensor, rows_RM: Tensor, dest_row_TK: Tensor, src_pair_R: Tensor, topk_weight_TK: Tensor
 ) -> tuple[Tensor, Tensor]:

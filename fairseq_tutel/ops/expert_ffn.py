@@ -12,7 +12,7 @@ from ..backends.torch.activation import acc_dtype
 from ._operator import check_indices, check_shape, empty_gradients, operator
 from .activation_memory import ActivationMemory, memory_of, restore
 from .backend import backend_for, implementation
-from .dispatch import check_maps, check_tokens, combine_takes_bias
+from .dispatch import check_maps, check_tokens, combine_takes_bias, dispatch_bwd
 from .ffn_options import FFNOptions, check_activation, check_ffn, dropout_seed, ffn_flops
 from .fp8 import check_fp8
 
@@ -350,9 +350,12 @@ def routed_ffn(
     shape = (len(params[0]), 0) if offsets is None else (0,)
     check_ffn((*shape, x_TM.shape[1]), params, offsets, options.activation in GATES)
     seed = options.draw_seed(x_TM.device)
-    late = late_bias and combine_takes_bias(x_TM.device, x_TM.dtype) and params[3] is not None
-    late = late and options.dropout_p[1] == 0
+    biased, drops = params[3] is not None, options.dropout_p[1] > 0
+    late = late_bias and biased and not drops and combine_takes_bias(x_TM.device, x_TM.dtype)
     gathers = offsets is not None and not options.fp8 and gathers_tokens(x_TM, params[0])
+    if gathers and memory.outputs and not (biased or drops):
+        # products gather the tokens' gradients, too, and nothing else needs outputs: fewer bytes
+        memory = ActivationMemory("lean")
     keep = _keep(memory, x_TM, topk_weight_TK, *params)
     how = options.activation, *options.dropout_p, options.fp8, late, gathers, keep
     maps = dest_row_TK, src_pair_R, expert_TK
@@ -388,8 +391,3 @@ def row_weights(topk_weight_TK: Tensor, src_pair_R: Tensor) -> Tensor:
 def pair_values(value_R: Tensor, dest_row_TK: Tensor) -> Tensor:
     """Return the value of the row of each pair, (T, K); 0 of a dropped pair."""
     return torch.cat([value_R, value_R.new_zeros(1)])[dest_row_TK.long()]
-
-
-def dispatch_bwd(d_rows_RM: Tensor, dest_row_TK: Tensor) -> Tensor:
-    """Return the sum of each token's rows, (T, M), the gradient of dispatch, without autograd."""
-    return implementation("dispatch_bwd", d_rows_RM)(d_rows_RM, dest_row_TK)

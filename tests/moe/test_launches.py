@@ -187,6 +187,10 @@ def inside(monkeypatch, backend):
 
     def launched(self, *args, **kwargs):
         recorder.add(self.fn.__name__, args, kwargs)
+        with torch.utils._python_dispatch._disable_current_modes():
+            for each in args:  # indices that later operations read
+                if torch.is_tensor(each) and each.dtype == torch.int32:
+                    each.zero_()
 
     def product_fp32(a, b):  # one product with a dtype of its result, on a GPU
         with torch.utils._python_dispatch._disable_current_modes():
@@ -240,23 +244,34 @@ def test_the_operators_themselves_launch_little_and_read_nothing(network, factor
         assert len(names) <= limit, names
 
 
+# Tokens, model and hidden width, experts, top-k, options, most bytes. 4.56e9 with passes over tails
+# and fc2's bias, and 926e6 with rows and gradients in the order of the rows.
+MOVED = {
+    "wide": (16384, 2048, 8192, 2, 2, {}, 3.91e9),
+    **{mode: (2048, 2048, 768, 128, 8,
+              {"expert_network": "swiglu", "activation_memory": mode}, 0.427e9)
+       for mode in ("fast", "lean")},
+}  # fmt: skip
+
+
 @pytest.mark.interpreted
-def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(inside, monkeypatch):
+@pytest.mark.parametrize("case", MOVED)
+def test_bytes_that_a_dropless_layer_moves_beside_the_experts_products(case, inside, monkeypatch):
     """Counted, not measured: kernels do not run, and what they are given is never filled."""
     tiles = importlib.import_module("fairseq_tutel.backends.triton._autotune")
     for name, on_a_gpu in (("TILE_ROWS", (64, 256)), ("COLUMNS", 1024), ("PROGRAMS", 1024)):
         monkeypatch.setattr(tiles, f"ACT_{name}", on_a_gpu)  # each tile has a sum for the biases
-    T, M, F, K = 16384, 2048, 8192, 2
+    T, M, F, E, K, options, most = MOVED[case]
     with torch.device("meta"):
-        layer = MoELayer(M, 2, F, top_k=K, capacity_factor=0.0).bfloat16()
+        layer = MoELayer(M, E, F, top_k=K, capacity_factor=0.0, **options).bfloat16()
     layer = layer.to_empty(device="cpu")
     x = torch.zeros(T, M, dtype=torch.bfloat16, requires_grad=True)
     moved = sum(recorded_step(layer, x, inside), [])
     products = {"_rows_product_kernel", "_weight_gradient_kernel"}
     assert products <= {name for name, _ in moved}
+    # what is added to in place counts once
     total = sum(count for name, count in moved if name not in products)
-    # 4.56e9 with passes over tails and fc2's bias; what is added to in place counts once
-    assert total <= 3.91e9, moved
+    assert total <= most, moved
 
 
 @pytest.mark.interpreted
