@@ -24,31 +24,37 @@ def random_state(shape, scale_shape, dtype, grad_dtype, device):
     return [x.to(device) for x in (param, grad.to(grad_dtype), avg, sq, *scales)]
 
 
-def step_both(state):
-    """Results of (kernel, twin) as lists [param, exp_avg, exp_avg_sq, scales] on copies."""
+def step_both(state, several=False):
+    """[param, exp_avg, exp_avg_sq, scales] after a step of (kernel, twin) on copies."""
     results = []
     for module in (kernels, torch_adam):
-        param, grad, avg, sq, *scales = [x.clone() for x in state]
-        multiplier = torch.tensor(0.125, device=param.device)
-        scales = module.adam16_step_(
-            param, grad, avg, sq, *scales, step=3, grad_multiplier=multiplier, **OPTIONS
-        )
+        param, grad, avg, sq, *scales = given = [x.clone() for x in state]
+        options = {
+            "step": 3,
+            "grad_multiplier": torch.tensor(0.125, device=param.device),
+            **OPTIONS,
+        }
+        if several:  # updates the scales, too
+            module.adam16_steps_([given], **options)
+        else:
+            scales = module.adam16_step_(*given, **options)
         results.append([param, avg, sq, *scales])
     return results
 
 
-def assert_moments_equal(new, ref):
-    """Products fused with additions may round to the neighbouring fp16 value, rarely."""
-    for a, b in zip(new, ref, strict=True):
+def check_step(new, ref, before):
+    """Products fused with additions may round to the neighbouring fp16 value, rarely.
+
+    The interpreter cuts bf16 off instead of rounding it, hence one unit and not half of one.
+    """
+    assert all(map(torch.equal, new[3:], ref[3:])) and new[3].shape == before[4].shape
+    for a, b in zip(new[1:3], ref[1:3], strict=True):
         apart = (a.view(torch.int16).int() - b.view(torch.int16).int()).abs()
         assert apart.max() <= 1 and (apart != 0).float().mean() < 2e-3
-
-
-def assert_params_equal(new, ref, before):
-    """The interpreter cuts bf16 off instead of rounding it, hence one unit and not half of one."""
-    unit = torch.finfo(new.dtype).eps if new.dtype != torch.float32 else 2.0**-21
-    size = ref.float().abs() + (ref.float() - before.float()).abs()
-    assert bool(((new.float() - ref.float()).abs() <= unit * size).all())
+    found, want, old = new[0].float(), ref[0].float(), before[0].float()
+    unit = torch.finfo(new[0].dtype).eps if new[0].dtype != FP32 else 2.0**-21
+    assert bool(((found - want).abs() <= unit * (want.abs() + (want - old).abs())).all())
+    assert not torch.equal(new[1], before[2]) and not torch.equal(new[0], before[0])
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -65,33 +71,26 @@ SHAPES = [
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 @pytest.mark.parametrize(("shape", "scale_shape"), SHAPES)
 def test_kernel_equals_twin(shape, scale_shape, dtype, grad_dtype, device):
+    """Also that of small parameters, which makes the whole step."""
     state = random_state(shape, scale_shape, dtype, grad_dtype, device)
-    (param, avg, sq, *scales), (param_ref, avg_ref, sq_ref, *scales_ref) = step_both(state)
-    assert all(torch.equal(a, b) for a, b in zip(scales, scales_ref, strict=True))
-    assert scales[0].shape == scale_shape
-    assert not torch.equal(avg, state[2]) and not torch.equal(param, state[0])
-    assert_moments_equal((avg, sq), (avg_ref, sq_ref))
-    assert_params_equal(param, param_ref, state[0])
+    for several in (False, True):
+        check_step(*step_both(state, several), state)
 
 
-def test_small_parameters_in_one_launch_equal_their_twin(device):
-    shapes = [((3, 50, 41), (3,)), ((1,), ()), ((), ()), ((2, 1500), (2,))]
-    for dtype, grad_dtype in ((FP32, FP16), (BF16, BF16)):
-        states = [random_state(*each, dtype, grad_dtype, device) for each in shapes]
-        options = {"step": 3, "grad_multiplier": torch.tensor(0.125, device=device), **OPTIONS}
-        ours, twins = ([[x.clone() for x in state] for state in states] for _ in range(2))
-        kernels.adam16_steps_(ours, **options)
-        torch_adam.adam16_steps_(twins, **options)
-        for (param, _, *rest), (exact, _, *wanted), before in zip(ours, twins, states, strict=True):
-            assert all(map(torch.equal, rest[2:], wanted[2:]))
-            assert_moments_equal(rest[:2], wanted[:2])
-            assert_params_equal(param, exact, before[0])
+def test_small_parameters_in_one_launch_equal_their_own(device):
+    states = [random_state(*each, BF16, BF16, device) for each in SHAPES[1:]]
+    together = [[x.clone() for x in state] for state in states]
+    options = {"step": 3, "grad_multiplier": torch.tensor(0.125, device=device), **OPTIONS}
+    kernels.adam16_steps_(together, **options)
+    for state, found in zip(states, together, strict=True):
+        kernels.adam16_steps_([state], **options)
+        assert all(map(torch.equal, state, found))
 
 
 def test_parts_with_the_maxima_of_the_whole_are_the_whole(device):
     """Bit for bit, and the maxima are the twin's but for their rounding."""
     shape = (2, 30, 100)
-    state = random_state(shape, (2,), torch.float32, torch.float32, device)
+    state = random_state(shape, (2,), FP32, FP32, device)
     state[1][0, 29, 99] = 1e6  # what decides a scale is in one part only
     whole, _ = step_both(state)
     cuts = ((0, 12), (12, 30))
@@ -117,7 +116,7 @@ def test_parts_with_the_maxima_of_the_whole_are_the_whole(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_an_update_does_not_wait_for_the_gpu(dtype):
     params = [torch.nn.Parameter(torch.randn(n, 2048, device="cuda", dtype=dtype)) for n in (1, 4)]
     mark_expert(params[1])
@@ -135,9 +134,7 @@ def test_an_update_does_not_wait_for_the_gpu(dtype):
 
 
 def test_nonfinite_zero_and_subnormal_values_as_in_twin(device):
-    param, grad, avg, sq, *scales = random_state(
-        (4, 3000), (4,), torch.float32, torch.float32, device
-    )
+    param, grad, avg, sq, *scales = random_state((4, 3000), (4,), FP32, FP32, device)
     grad[0, 5], grad[0, 2999], grad[1, 7] = float("inf"), float("nan"), 1e30
     grad[2], avg[2], sq[2] = 0, 0, 0
     grad[3] *= 1e-18
@@ -152,24 +149,23 @@ def test_nonfinite_zero_and_subnormal_values_as_in_twin(device):
 
 
 def test_empty_parameter(device):
-    new, ref = step_both(random_state((0, 4), (), torch.float32, torch.float32, device))
+    new, ref = step_both(random_state((0, 4), (), FP32, FP32, device))
     assert new[3].tolist() == ref[3].tolist() == 1
 
 
-@pytest.mark.parametrize(
-    ("index", "replacement", "message"),
-    [
-        (1, torch.zeros(3), r"grad must have shape \(4, 6\), got \(3,\)"),
-        (2, torch.zeros(4, 6), "exp_avg must be one of torch.float16"),
-        (0, torch.zeros(4, 6, dtype=torch.float64), "param must be one of.*float64"),
-        (0, torch.zeros(6, 4).t(), "contiguous"),
-        (4, torch.ones(6), r"exp_avg_scale must have shape \(4,\), got \(6,\)"),
-    ],
-)
+BAD_STATES = [
+    (1, torch.zeros(3), r"grad must have shape \(4, 6\), got \(3,\)"),
+    (2, torch.zeros(4, 6), "exp_avg must be one of torch.float16"),
+    (0, torch.zeros(4, 6, dtype=torch.float64), "param must be one of.*float64"),
+    (0, torch.zeros(6, 4).t(), "contiguous"),
+    (4, torch.ones(6), r"exp_avg_scale must have shape \(4,\), got \(6,\)"),
+]
+
+
+@pytest.mark.parametrize(("index", "replacement", "message"), BAD_STATES)
 def test_launcher_refuses(index, replacement, message, device):
-    state = random_state((4, 6), (4,), torch.float32, torch.float32, device)
+    state = random_state((4, 6), (4,), FP32, FP32, device)
     state[index] = replacement.to(device)
+    one = torch.tensor(1.0, device=device)
     with pytest.raises(ValueError, match=message):
-        kernels.adam16_step_(
-            *state, step=1, grad_multiplier=torch.tensor(1.0, device=device), **OPTIONS
-        )
+        kernels.adam16_step_(*state, step=1, grad_multiplier=one, **OPTIONS)

@@ -22,7 +22,7 @@ def launches(device):
     position, num_routed = kernels.assign_slots(expert, 3)
     biases = draw(3, 24), expert.clamp(min=0)
     weight, offsets = draw(9, 2).abs(), torch.tensor([3, 9], dtype=torch.int32, device=device)
-    act = {"activation": "gelu", "offsets": offsets}
+    act = {"activation": "gelu", "offsets": offsets, "dropout_p": 0.0}
     return {
         kernels.dispatch_fwd: ((draw(9, 24), row, pair), {}),
         kernels.dispatch_bwd: ((draw(21, 24), row), {}),
@@ -32,7 +32,7 @@ def launches(device):
         kernels.assign_slots: ((expert, 3), {"priority_T": draw(9)}),
         kernels.assign_rows_fwd: ((expert, position, weight, num_routed), LAYOUT),
         kernels.assign_rows_bwd: ((draw(9, 2), weight, row), {"normalize": True}),
-        kernels.bias_act_fwd: ((draw(9, 8), draw(2, 8)), act),
+        kernels.bias_act_fwd: ((draw(9, 7), draw(2, 7)), act),
         kernels.bias_act_bwd: ((draw(9, 8), draw(9, 8), draw(2, 8)), act),
         kernels.encode_rows: ((draw(9, 8), "e5m2"), {}),
         _grouped.rows_product: ((draw(9, 8), draw(2, 8, 5), offsets), {}),
@@ -72,8 +72,11 @@ REFUSED = [
     (kernels.assign_rows_fwd, 2, torch.Tensor.double, "gate must be one of.*got torch.float64"),
     (kernels.assign_rows_fwd, 3, lambda x: x[:1], r"num_routed must have shape \(2, 3\), got"),
     (kernels.bias_act_fwd, 0, torch.Tensor.double, "h must be one of.*got torch.float64"),
-    (kernels.bias_act_fwd, 1, lambda x: x[:1], r"bias must have shape \(2, 8\), got \(1, 8\)"),
+    (kernels.bias_act_fwd, 1, lambda x: x[:1], r"bias must have shape \(2, 7\), got \(1, 7\)"),
+    (kernels.bias_act_fwd, "dropout_p", lambda p: 0.5, "dropout needs a seed"),
+    (kernels.bias_act_fwd, "activation", lambda x: "swiglu", "a gate and a value for each unit"),
     (kernels.bias_act_bwd, 0, lambda x: x[:, :3], r"h must have shape \(9, 3\), got \(9, 8\)"),
+    (kernels.bias_act_bwd, 1, lambda x: None, "gelu needs h"),
     (_grouped.rows_product, 1, lambda x: x[:, :7], r"weight must have shape \(2, 8, 5\)"),
     (_grouped.rows_product, 1, torch.Tensor.half, "weight must be one of torch.float32"),
     (_grouped.weight_gradient, 2, torch.Tensor.long, "offsets must be one of torch.int32"),
@@ -89,13 +92,3 @@ def test_wrong_arguments_are_named(launcher, place, change, message, device):
     given[place] = change(given[place])
     with pytest.raises(ValueError, match=message):
         launcher(*args, **options)
-
-
-def test_what_an_activation_needs_is_named(device):
-    h, bias = torch.zeros(2, 3, 5, device=device), torch.zeros(2, 5, device=device)
-    with pytest.raises(ValueError, match="dropout needs a seed"):
-        kernels.bias_act_fwd(h, bias, activation="gelu", dropout_p=0.5)
-    with pytest.raises(ValueError, match="a gate and a value for each unit"):
-        kernels.bias_act_fwd(h, bias, activation="swiglu")
-    with pytest.raises(ValueError, match="gelu needs h"):
-        kernels.bias_act_bwd(h, None, bias, activation="gelu")

@@ -219,25 +219,22 @@ def decode_rows(device):
     yield kernels.decode_rows(wire, "e4m3", torch.empty(1, 3, device=device)), [[896, -6, 1]]
 
 
+def _adam16(device, step):
+    """One step of [1], so late that nothing is left of the bias correction."""
+    options = {"lr": 1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0, "step": 1000}
+    param, grad, multiplier, *scales = tensors(device, [1], [2], 1, 1, 1)
+    avg, sq = tensors(device, [0], [0], dtype=torch.float16)
+    new = step(param, grad, avg, sq, *scales, grad_multiplier=multiplier, **options)
+    yield param, [1 - 2**-0.5]
+    yield from zip((avg, sq, *(new or scales)), ([2**14], [2**14], 2**-14, 2**-13), strict=True)
+
+
 def adam16_step(device):
-    options = {"lr": 1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
-    param, grad, one = tensors(device, 1, 2, 1)
-    avg, sq = tensors(device, 0, 0, dtype=torch.float16)
-    # a step so late that nothing is left of the bias correction
-    options |= {"step": 1000, "grad_multiplier": one}
-    scales = kernels.adam16_step_(param, grad, avg, sq, one, one, **options)
-    yield param, 1 - 2**-0.5
-    yield from zip((avg, sq, *scales), (2**14, 2**14, 2**-14, 2**-13), strict=True)
+    return _adam16(device, kernels.adam16_step_)
 
 
 def adam16_small(device):
-    options = {"lr": 1.0, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
-    param, grad, multiplier, *scales = tensors(device, [1], [2], 1, 1, 1)
-    avg, sq = tensors(device, [0], [0], dtype=torch.float16)
-    options |= {"step": 1000, "grad_multiplier": multiplier}
-    kernels.adam16_steps_([(param, grad, avg, sq, *scales)], **options)
-    yield param, [1 - 2**-0.5]
-    yield from zip((avg, sq, *scales), ([2**14], [2**14], 2**-14, 2**-13), strict=True)
+    return _adam16(device, lambda *state, **given: kernels.adam16_steps_([state], **given))
 
 
 def adam16_max(device):
