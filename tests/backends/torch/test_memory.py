@@ -86,23 +86,19 @@ def test_a_gradient_is_in_use_until_it_is_cleared():
         torch.testing.assert_close(weight.grad, 2 * once)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_process_forked_while_a_thread_allocates_does_not_wait():
-    with _memory._lock:  # as a thread holds it
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # ends a child that waits
-            empty(LIKE, (NUMEL,))
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_writes_for_itself():
-    mine = empty(LIKE, (NUMEL,)).fill_(1.0)
+def status_in_a_fork(work):
     child = os.fork()
     if child == 0:
-        mine[0] = 2.0
+        signal.alarm(60)  # ends a child that waits
+        work()
         os._exit(0)
-    os.waitpid(child, 0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_neither_waits_for_a_thread_nor_shares_memory():
+    mine = empty(LIKE, (NUMEL,)).fill_(1.0)
+    with _memory._lock:  # as a thread that allocates holds it
+        assert status_in_a_fork(lambda: empty(LIKE, (NUMEL,))) == 0
+    assert status_in_a_fork(lambda: mine[0].fill_(2.0)) == 0
     assert mine[0] == 1.0

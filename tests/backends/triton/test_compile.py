@@ -113,21 +113,3 @@ def test_every_tile_compiles(target):
     for name in (*MOVERS, *PRODUCTS):
         tiles = sorted(tile for kernel, tile in found if kernel == name)
         assert tiles == list(range(1, len(tiles) + 1)) and len(tiles) > 3
-
-
-def test_narrow_products_are_found():
-    """The check of the addresses itself: a row index times the row length, in 32 bits."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    from aot_compile import narrow_products
-
-    def ttir(integer):
-        return f"""
-            %row = tt.load %p, %m : tensor<4x!tt.ptr<i32>> loc(#loc1)
-            %wide = arith.extsi %row : tensor<4xi32> to tensor<4xi64> loc(#loc1)
-            %start = arith.muli %wide, %cst : tensor<4x{integer}> loc(#loc2)
-            %sum = arith.addi %start, %range : tensor<4x{integer}> loc(#loc3)
-            %ptr = tt.addptr %base, %sum : tensor<4x!tt.ptr<f16>>, tensor<4x{integer}> loc(#loc4)
-        """
-
-    assert narrow_products(ttir("i64")) == []
-    assert len(narrow_products(ttir("i32"))) == 1

@@ -43,53 +43,9 @@ def test_tf32_if_torchs_own_products_use_it(old, new, tf32):
 
 
 @pytest.mark.interpreted
-def test_which_implementations_compete(monkeypatch, device):
+def test_which_implementations_compete(monkeypatch):
     """Hopper's: TMA for fp16 and few rows, grouped_mm for bf16, the kernel for all the rest."""
-    tried = []
-    monkeypatch.setattr(kernels, "has_tma", lambda device: True)
-    monkeypatch.setattr(kernels, "tma_tiles", lambda few_rows: ("few",) if few_rows else ("many",))
-    monkeypatch.setattr(
-        torch.nn.functional, "grouped_mm", lambda *args, offs: "torch", raising=False
-    )
-    monkeypatch.setattr(kernels, "_HAS_GROUPED_MM", True)
-    monkeypatch.setattr(kernels, "rows_product_tma", lambda *given: given[-1])
-    monkeypatch.setattr(kernels, "_rows_product", lambda *given: "every GPU")
-
-    def fastest(key, tune, candidates):
-        tried.append((tune, [candidate() for candidate in candidates]))
-
-    monkeypatch.setattr(kernels, "fastest", fastest)
-    offsets = torch.tensor([1, 2], dtype=torch.int32)
-
-    def chosen(dtype, num_rows, width=16, start=0):
-        rows = torch.empty(num_rows * width + start, dtype=dtype)[start:].view(num_rows, width)
-        weight = torch.empty((2, width, 8), dtype=dtype)
-        return kernels.rows_product(rows, weight, offsets) or tried.pop()
-
-    half, brain = torch.float16, torch.bfloat16
-
-    def gathered(dtype):
-        tokens, weight = torch.empty(8, 16, dtype=dtype), torch.empty(2, 16, 8, dtype=dtype)
-        source = kernels.Source(torch.zeros(kernels.TUNE_ROWS, dtype=torch.int32), 2)
-        return kernels.rows_product(tokens, weight, offsets, source) or tried.pop()
-
-    assert chosen(half, 2 * kernels.FEW_ROWS) == (True, ["few"])
-    assert chosen(half, 2 * kernels.FEW_ROWS + 1) == (False, ["many"])
-    assert chosen(half, kernels.TUNE_ROWS) == (True, ["many"])
-    assert chosen(brain, 8) == (True, ["torch", "few"])
-    assert chosen(brain, kernels.TUNE_ROWS) == (True, ["torch"])
-    # torch's writes the rows first: the fastest of both is found by measuring
-    assert gathered(brain) == (True, ["many", "torch"]) and gathered(half) == (True, ["many"])
-    assert chosen(torch.float32, 8) == "every GPU"
-    assert chosen(half, 8, width=12) == "every GPU"  # rows of 24 bytes
-    assert chosen(brain, 8, start=1) == "every GPU"  # a view of a flat buffer
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("num_rows", [8, 0])
-def test_candidates_are_timed_on_the_gpu_of_their_tensors_if_there_are_rows(num_rows, monkeypatch):
-    """Not on the current GPU; without rows there is nothing to time or to keep."""
-    guarded, timed = [], []
+    tried, guarded = [], []
 
     @contextlib.contextmanager
     def guard(tensor):
@@ -98,20 +54,46 @@ def test_candidates_are_timed_on_the_gpu_of_their_tensors_if_there_are_rows(num_
         guarded.pop()
 
     def fastest(key, tune, candidates):
-        timed.append(bool(guarded))
-        return rows
+        assert guarded  # timed on the GPU of the tensors, which may not be the current one
+        tried.append((tune, [candidate() for candidate in candidates]))
 
-    monkeypatch.setattr(kernels, "has_tma", lambda device: True)
-    monkeypatch.setattr(kernels, "device_guard", guard)
-    monkeypatch.setattr(kernels, "fastest", fastest)
-    rows, weight = torch.randn(num_rows, 16).half(), torch.randn(2, 16, 8).half()
-    offsets = torch.tensor([0, num_rows], dtype=torch.int32)
-    assert kernels.rows_product(rows, weight, offsets).shape[0] == num_rows
-    gradient = kernels.weight_gradient(rows, rows, offsets)
-    if num_rows:
-        assert timed == [True, True]
-    else:
-        assert not timed and torch.equal(gradient, torch.zeros(2, 16, 16).half())
+    def tiles(few_rows=False, gathers_sum=False):
+        return ("few",) if few_rows else ("many",)
+
+    patched = {
+        "has_tma": lambda device: True, "tma_tiles": tiles, "_HAS_GROUPED_MM": True,
+        "rows_product_tma": lambda *given: given[-1], "_rows_product": lambda *given: "every GPU",
+        "weight_gradient_tma": lambda *given: given[-2], "device_guard": guard, "fastest": fastest,
+    }  # fmt: skip
+    for name, value in patched.items():
+        monkeypatch.setattr(kernels, name, value)
+    grouped_mm = lambda *args, offs: "torch"  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
+    offsets, half, brain = torch.tensor([1, 2], dtype=torch.int32), torch.float16, torch.bfloat16
+
+    def chosen(dtype, num_rows, width=16, start=0, source=None):
+        rows = torch.empty(num_rows * width + start, dtype=dtype)[start:].view(num_rows, width)
+        weight = torch.empty((2, width, 8), dtype=dtype)
+        return kernels.rows_product(rows, weight, offsets, source) or tried.pop()
+
+    source = kernels.Source(torch.zeros(kernels.TUNE_ROWS, dtype=torch.int32), 2)
+    assert chosen(half, 2 * kernels.FEW_ROWS) == (True, ["few"])
+    assert chosen(half, 2 * kernels.FEW_ROWS + 1) == (False, ["many"])
+    assert chosen(half, kernels.TUNE_ROWS) == (True, ["many"])
+    assert chosen(brain, 8) == (True, ["torch", "few"])
+    assert chosen(brain, kernels.TUNE_ROWS) == (True, ["torch"])
+    # torch's writes the rows first: the fastest of both is found by measuring
+    assert chosen(brain, 8, source=source) == (True, ["many", "torch"])
+    assert chosen(half, 8, source=source) == (True, ["many"])
+    assert chosen(torch.float32, 8) == "every GPU"
+    assert chosen(half, 8, width=12) == "every GPU"  # rows of 24 bytes
+    assert chosen(brain, 8, start=1) == "every GPU"  # a view of a flat buffer
+    rows, none = torch.empty(8, 16, dtype=half), torch.empty(0, 16, dtype=half)
+    assert (kernels.weight_gradient(rows, rows, offsets) or tried.pop()) == (True, ["many"])
+    # without rows there is nothing to time or to keep
+    assert kernels.rows_product(none, rows.view(2, 16, 4), offsets).shape == (0, 4)
+    assert torch.equal(kernels.weight_gradient(none, none, offsets), rows.new_zeros(2, 16, 16))
+    assert not tried
 
 
 @pytest.mark.interpreted
