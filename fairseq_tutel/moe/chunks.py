@@ -133,7 +133,7 @@ def _ragged(count_Pe, splits, span, row_end_E):
 
 def _spans(sizes):
     edges = itertools.accumulate(sizes, initial=0)
-    return list(itertools.starmap(slice, itertools.pairwise(edges)))
+    return [slice(begin, end) for begin, end in itertools.pairwise(edges)]
 
 
 def rows_for_exchange(
