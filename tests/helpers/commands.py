@@ -69,3 +69,15 @@ def logged(text: str, what: str) -> list[dict[str, float]]:
             with contextlib.suppress(ValueError, TypeError):  # a word, or null
                 rows[-1][key.removeprefix(f"{what.partition('_')[0]}_")] = float(value)
     return rows
+
+
+def executable(path: Path, text: str) -> str:
+    """A program with this text."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def variables(text: str) -> dict[str, str]:
+    """Variables by name; a tilde stands for a blank in a value."""
+    return dict(word.replace("~", " ").split("=", 1) for word in text.split())

@@ -1,15 +1,12 @@
-"""Ranks as real processes under torch's agent: how they end, what they hear, what they write.
-
-The launcher is forked from a process that has imported torch; ``$PPID`` of a rank is the launcher.
-"""
+"""Ranks as real processes under torch's agent, which is ``$PPID``: ends, signals, output."""
 
 import os
+import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from launch_helpers import executable, variables
+from helpers.commands import executable, variables
 
 LAUNCH = ["-m", "fairseq_tutel.launch", "--bind", "none"]
 # of both ranks; each waits for the other
@@ -33,26 +30,15 @@ time.sleep(30)
 """
 
 
-def processes_of(mark):
-    """Process numbers of what has this text in its environment, and has not ended."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                yield int(folder.name)
-        except OSError:  # another user's, or gone
-            continue
-
-
 @pytest.fixture
 def launched(programs, tmp_path):
     """Runs the launcher with words; nothing that the ranks have started outlives it."""
 
     def run(*words, **how):
-        mark = f"{tmp_path.name}-{os.getpid()}"
+        mark, end = f"{tmp_path.name}-{os.getpid()}", time.monotonic() + 140
         how = {"cwd": tmp_path, "MARK": mark, "CUDA_VISIBLE_DEVICES": "", "timeout": 120, **how}
         done = programs.run([*LAUNCH, *words], **how)
-        end = time.monotonic() + 20
-        while list(processes_of(mark)):
+        while not subprocess.run(f"grep -qs {mark} /proc/[0-9]*/environ", shell=True).returncode:
             assert time.monotonic() < end, "processes are left"
             time.sleep(0.02)
         return done
@@ -60,23 +46,19 @@ def launched(programs, tmp_path):
     return run
 
 
-def script(text, ranks=2):
-    return ["--nproc-per-node", str(ranks), "--", "bash", "-c", text]
+def script(text):
+    return ["--nproc-per-node", "2", "--", "bash", "-c", text]
 
 
 _STRIKE = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "torch.distributed.launcher":
-            os.kill(os.getpid(), signal.SIGTERM)
-sys.meta_path.insert(0, Finder())
+import os, signal, sys, types
+def strike(name, *_):
+    return os.kill(os.getpid(), signal.SIGTERM) if name == "torch.distributed.launcher" else None
+sys.meta_path.insert(0, types.SimpleNamespace(find_spec=strike))
 """
 _RAISE = """
-import torch.distributed, torch.distributed.launcher.api as api
-def launch_agent(*_, **how):
-    raise {}("no more\\nC++ stack")
-api.launch_agent = launch_agent
+import torch.distributed, torch.distributed.launcher.api as api, unittest.mock
+api.launch_agent = unittest.mock.Mock(side_effect={}("no more\\nC++ stack"))
 """
 _PENDING = """
 import os, signal
@@ -85,38 +67,28 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 import fairseq_tutel.launch.__main__
 os.kill(os.getpid(), signal.SIGUSR1)
 """
-_REQUESTED = """
-import os, pathlib
-pathlib.Path(os.environ["FAIRSEQ_TUTEL_FOLDER"], "requested").touch()  # by scripts/slurm/common.sh
-"""
+# by scripts/slurm/common.sh
+_REQUESTED = "import os; open(os.environ['FAIRSEQ_TUTEL_FOLDER'] + '/requested', 'w').close()"
 _OFTEN = "import fairseq_tutel.launch.agent as agent; agent.FRESH = 0.05"
 _OLD = "F=$FAIRSEQ_TUTEL_LAUNCHER/job.json; touch -d 2000-01-01 old $F; "
 _FRESH = "for i in $(seq 200); do [ $F -nt old ] && exit 0; sleep 0.05; done; exit 1"
 _NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-MEETING = "error: node 0 of 1 did not meet the others at 127.0.0.1:"
+_TIDY = "trap 'sleep 0.3; touch tidy; exit 5' TERM; "
 # what the ranks run, the launcher's code, its last line, what runs before it, files that are left
 ENDS = {
     "good": ("exit 0", 0, ""),
-    "a rank fails": (MEET + RANK_1 + f"exit 7; {STAY}", 7, "rank 1 ended with exit code 7"),
     "a rank is killed": (RANK_1 + f"kill -9 $$; {STAY}", 137, "rank 1 died of signal 9"),
     "it leaves a process behind": ("sleep 300 & exit 9", 9, "rank 0 ended with exit code 9"),
-    "in good order": (
-        f"trap 'sleep 0.3; touch tidy; exit 0' TERM; {MEET} {RANK_1} exit 7; {STAY}",
-        *(7, "rank 1 ended with exit code 7", "", "tidy"),
-    ),
-    "requeue": (REQUEUE, 85, ""),
+    "a rank fails": (f"{_TIDY}{MEET}{RANK_1}exit 7; {STAY}", 7, "rank 1 ended with exit code 7",
+                     "", "tidy"),
     "a failure beside a requeue": (RANK_1 + f"{{ sleep 0.5; exit 4; }}; {REQUEUE}", 4, "code 4"),
     # that no rank has had: SLURM's reach the launcher alone where it tracks processes by cgroups
     "a request to the launcher alone": (
         f"trap 'touch heard$RANK; {REQUEUE}' USR1; {MEET} {RANK_1} kill -USR1 $PPID; {STAY}",
-        *(85, "", "", "heard0 heard1"),
-    ),
+        85, "", "", "heard0 heard1"),
     "SIGUSR2": (f"trap 'exit 6' USR2; {MEET} {RANK_1} kill -USR2 $PPID; {STAY}", 6, "code 6"),
-    "SIGTERM": (f"{MEET} {RANK_1} kill -TERM $PPID; {STAY}", 143, "stopped by SIGTERM"),
-    "SIGTERM in good order": (
-        f"trap 'touch tidy; exit 5' TERM; {MEET} {RANK_1} kill -TERM $PPID; {STAY}",
-        *(143, "stopped by SIGTERM", "", "tidy"),
-    ),
+    "SIGTERM": (f"{_TIDY}{MEET}{RANK_1}kill -TERM $PPID; {STAY}", 143, "stopped by SIGTERM",
+                "", "tidy"),
     "Ctrl-C": (f"trap 'exit 1' INT; {MEET} {RANK_1} kill -INT $PPID; {STAY}", 130, "by SIGINT"),
     "Ctrl-C while ranks import": (["Ctrl-C"], 130, "by SIGINT"),
     "the launcher is killed": (f"{MEET} {RANK_1} kill -9 $PPID; {STAY}", -9, "", "", "temporary"),
@@ -126,17 +98,17 @@ ENDS = {
     "a request to ranks that import": (["own"], 85, ""),
     "SIGTERM while torch is imported": ("exit 0", -15, "", _STRIKE),
     "a cleaner of /tmp may come": (_OLD + _FRESH, 0, "", _OFTEN),
-    "no other nodes": ("exit 0", 2, MEETING, _RAISE.format("torch.distributed.DistStoreError")),
+    "no other nodes": ("exit 0", 2, "error: node 0 of 1 did not meet the others at 127.0.0.1:",
+                       _RAISE.format("torch.distributed.DistStoreError")),
     "no threads": ("exit 0", 2, "error: no more", _RAISE.format("RuntimeError")),
     "no memory": ("exit 0", 2, "error: no more", _RAISE.format("OSError")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_one_code_and_one_line_for_each_end(launched, tmp_path, end):
     text, code, said, prelude, files = (*ENDS[end], "", "")[:5]
-    folder, temporary = tmp_path / "folder", tmp_path / "temporary"
-    for each in (folder, temporary):
+    for each in (folder := tmp_path / "folder", temporary := tmp_path / "temporary"):
         each.mkdir()
     trainer = executable(tmp_path / "fairseq-train", TRAINER)
     words = script(text) if isinstance(text, str) else [*script("")[:3], trainer, *text]
@@ -165,6 +137,7 @@ warnings.warn("a warning of the user's", FutureWarning)
 for line in range(2000):
     print(f"H-{{os.environ['RANK']}}-{{line}}", "x" * (line % 97))
 print("the last line without an end", end="")
+print("the last error", end="", file=sys.stderr)
 print(sys.stdin.read())
 """
 
@@ -182,14 +155,14 @@ def test_lines_come_whole_and_imports_without_noise(launched, tmp_path, everythi
     wanted += [f"the last line without an end{end}" for end in ("", " of standard input")]
     found = [line for line in done.stdout.splitlines() if line.startswith(("H-", "the last"))]
     assert sorted(found) == sorted(wanted)
-    for line in ("a warning of the user's", "the own start"):
-        assert sum(line in each for each in done.stderr.splitlines()) >= 2, line
+    for line in ("a warning of the user's", "the own start", "the last error"):
+        assert done.stderr.count(line) >= 2, line
     for noise in ("torch.jit", "tensorboardX"):
         assert (noise in done.stderr) == (everything == "1")
     assert "[rank 1] " in done.stderr and "[rank 1]" not in done.stdout
 
 
-# makes each of two processes the task of a node of a SLURM job
+# makes each process the task of a node of a SLURM job
 _NODES = """
 import os, sys
 rank = os.environ.pop("RANK")
@@ -212,17 +185,18 @@ _FAIL = f"[ $LOCAL_RANK = 0 ] || sleep 20; touch up$RANK; {_UP}"
          "pass", 1, "rank 2 ended with exit code 7"),
         (_WHERE, "sys.argv[5] = '3'", 2, "ranks of bash, gloo on the CPU, they start 5 (5)"),
         (_WHERE, "sys.argv[7:] = ['true']", 2, "gloo on the CPU, they start 4 (2)"),
+        # of one node alone: the other waits for it until the step ends
         (_WHERE, "sys.argv[4:4] = ['--nnodes', '3']", 2, "contradicts srun, which states 2"),
     ],
 )  # fmt: skip
 def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, words, change, code, said):
-    (tmp_path / "bin").mkdir()
-    scancel = 'echo "$@" > words; kill $(cat task*)'  # the other node would wait for this one
-    executable(tmp_path / "bin" / "scancel", f"#!/bin/sh\n{scancel}\n")
+    (tmp_path / "bin").mkdir()  # the other node would wait for the one that ends
+    executable(tmp_path / "bin/scancel", '#!/bin/sh\necho "$@" > words; kill $(cat task*)\n')
     env = variables(f"{_STEP} SLURM_NNODES=2 SLURM_JOB_ID={port} MASTER_ADDR=127.0.0.1")
     env |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    prelude = f"{_NODES}\nif rank == '1':\n    {change}"
-    done = launched(*script(words), ranks=2, launched=False, prelude=prelude, **env)
+    alone = variables("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1") if "nnodes" in change else {}
+    how = {"prelude": f"{_NODES}\nif rank == '1':\n    {change}", "launched": False, **alone}
+    done = launched(*script(words), ranks=1 if alone else 2, **how, **env)
     assert said in done.stderr and (done.status == 0) == (code == 0), done.stderr
     wanted = [f"rank{rank}-{rank % 2}-{rank // 2}-of-4" for rank in range(4)]
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ([] if code else wanted)
@@ -232,8 +206,8 @@ def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, words, change, code
 
 def test_ranks_of_mpirun_and_torchrun_become_their_program(launched, programs, port):
     prelude = "import os; open('pid', 'w').write(str(os.getpid()))"
-    of_mpirun = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}
-    of_mpirun = {f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpirun.items()}
+    of_mpirun = "OMPI_COMM_WORLD_{}=1 OMPI_COMM_WORLD_{}=2 OMPI_COMM_WORLD_{}=1"
+    of_mpirun = variables(of_mpirun.format("RANK", "SIZE", "LOCAL_RANK"))
     words = ["--", "bash", "-c", "[ $$ = $(cat pid) ] && echo $RANK of $WORLD_SIZE"]
     done = launched(*words, prelude=prelude, **of_mpirun)
     assert (done.status, done.stdout, done.stderr) == (0, "1 of 2\n", "")
