@@ -15,13 +15,15 @@ from fairseq_tutel.integrations.fairseq.criterions import (
     MoECrossEntropyCriterion,
     MoELabelSmoothedCrossEntropyCriterion,
 )
-from fairseq_tutel.plan.compose import load_config
+from fairseq_tutel.plan.compose import load_command, load_config
 from fairseq_tutel.plan.gpu_memory import count_memory, make_layers
+from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.parameters import build_model, count_parameters
 from fairseq_tutel.plan.settings import read_settings
 from fairseq_tutel.plan.work import count_traffic, count_work
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+A100 = load_hardware(CONFIGS, "a100-80g")
 # meta_1.1t made small, in fp32; dropout masks of the CPU differ from those of a GPU
 SMALL = [
     "model.decoder_layers=4", "model.decoder_embed_dim=64", "model.decoder_ffn_embed_dim=256",
@@ -48,6 +50,17 @@ def settings_of(name="meta_1.1t", overrides=(), **options):
 def small(*overrides, gpus=4):
     """Settings of a small model on simulated ranks."""
     return settings_of(overrides=[*SMALL, *overrides], gpus=gpus)
+
+
+def pairs(words="", gpus=1, **options):
+    """Settings of a small encoder-decoder, as the command line of a plan makes them."""
+    base = """fairseq-train --task dummy_mt --dict-size 596 --arch transformer_moe
+        --encoder-layers 4 --decoder-layers 4 --encoder-embed-dim 64 --encoder-ffn-embed-dim 256
+        --encoder-attention-heads 4 --decoder-attention-heads 4 --moe-expert-count 8 --dropout 0
+        --encoder-normalize-before --decoder-normalize-before --share-all-embeddings
+        --criterion moe_label_smoothed_cross_entropy --optimizer adam --batch-size 4 """
+    name, config = load_command((base + words).split())
+    return read_settings(config, name, gpus=gpus, **{"sentence": 32, **options})
 
 
 def possible_r_of(settings):

@@ -1,36 +1,19 @@
-"""Plans of encoder-decoders: NLLB-200's numbers, and what autograd keeps of two stacks."""
+"""Plans of encoder-decoders: NLLB-200's numbers; their layers: test_plan_counts.py."""
 
 import pytest
-from plan_helpers import CONFIGS, check_activations
-from test_plan_counts import experts_as_on_a_gpu  # noqa: F401
+from plan_helpers import A100, pairs
 
 from fairseq_tutel.plan.cli import main
 from fairseq_tutel.plan.compose import load_command
-from fairseq_tutel.plan.gpu_memory import make_layers
-from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.planner import flop_matched, make_plan
+from fairseq_tutel.plan.planner import make_plan
 from fairseq_tutel.plan.settings import read_settings
 
-A100 = load_hardware(CONFIGS, "a100-80g")
 # of NLLB-200's published command (arXiv 2207.04672; branch nllb, sweep_mmt.py)
 NLLB = """fairseq-train data-bin --user-dir fairseq_tutel --arch transformer_moe_nllb_54b
     --task translation_multi_simple_epoch --langs de,en --lang-pairs de-en --encoder-langtok src
     --decoder-langtok --criterion moe_label_smoothed_cross_entropy --optimizer adam --fp16
     --memory-efficient-fp16 --fp16-adam-stats --max-tokens 4096 --moe-eom 0.2 --use-moe-pad-mask
     --checkpoint-activations --ddp-backend fully_sharded"""
-SENTENCES, LENGTH = 4, 32
-
-
-def small(*words, gpus=1, **options):
-    """Settings of a small encoder-decoder, as the command line of a plan makes them."""
-    base = f"""fairseq-train --task dummy_mt --dict-size 596 --arch transformer_moe
-        --encoder-layers 4 --decoder-layers 4 --encoder-embed-dim 64 --encoder-ffn-embed-dim 256
-        --encoder-attention-heads 4 --decoder-attention-heads 4 --moe-expert-count 8 --dropout 0
-        --encoder-normalize-before --decoder-normalize-before --share-all-embeddings
-        --criterion moe_label_smoothed_cross_entropy --optimizer adam
-        --batch-size {SENTENCES}""".split()
-    name, config = load_command([*base, *words])
-    return read_settings(config, name, gpus=gpus, **{"sentence": LENGTH, **options})
 
 
 @pytest.mark.parametrize("gpus", [8, 256])
@@ -53,60 +36,22 @@ def test_nllb_200_as_published(gpus, capsys):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "message"),
     [
-        "",
-        "--moe-expert-count 2 --moe-expert-placement sliced --decoder-moe-freq 1",
-        "--encoder-layers 5 --encoder-moe-freq 2 --moe-expert-ffn-dim 96",
-        "--alternate-ffn-embed-dim 40 --decoder-ffn-embed-dim 96",
-        "--moe-freq 0",
-        "--moe-cmr --moe-shared-expert-ffn-dim 24",
+        (["gpus=8", "--", *NLLB.split()],
+         "size of a translation's dictionary is unknown: give vocabulary=N"),
+        (["gpus=8", "vocabulary=9", "sentence=999", "--", *NLLB.split()],
+         "sentence=999: the run takes sentences of at most 512"),
+        (["gpus=8", "sentence=9", "--config-name", "meta_1.1t"], "sentence=N is for encoder-deco"),
     ],
-)
-def test_the_layers_and_the_rest_are_the_whole(words):
-    settings = small(*words.split(), gpus=4)
-    plan = make_plan(settings, A100)
-    stack = make_layers(settings, plan.parameters, plan.traffic)
-    local = sum(layer.parameters for layer in stack) + plan.parameters.embeddings
-    assert local == plan.parameters.per_gpu
-    assert len(stack) == sum(each.layers for each in settings.stacks)
-    if settings.routing:
-        dense = flop_matched(plan)
-        work = plan.work.model_flops - dense.work.model_flops
-        gates = 3 * sum(
-            2 * s.dim * settings.routing.num_experts * len(s.sparse) for s in settings.stacks
-        )
-        assert work == pytest.approx(gates, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "--checkpoint-activations",
-        "--attention-dropout 0 --moe-freq 1",
-        "--moe-freq 0",
-        "--encoder-moe-freq 1 --moe-freq 0 --decoder-ffn-embed-dim 128",
-        "--moe-cmr",
-    ],
-)
-def test_activations_are_what_autograd_saves(words):
-    check_activations(small(*words.split()))
-
-
-def test_what_is_missing_is_said_in_a_line(capsys):
-    assert main(["gpus=8", "--", *NLLB.split()]) == 1
-    assert "size of a translation's dictionary is unknown: give vocabulary=N" in (
-        capsys.readouterr().err
-    )
-    assert main(["gpus=8", "vocabulary=9", "sentence=999", "--", *NLLB.split()]) == 1
-    assert "sentence=999: the run takes sentences of at most 512" in capsys.readouterr().err
-    assert main(["gpus=8", "sentence=9", "--config-name", "meta_1.1t"]) == 1
-    assert "sentence=N is for encoder-decoders" in capsys.readouterr().err
+)  # fmt: skip
+def test_what_is_missing_is_said_in_a_line(capsys, words, message):
+    assert main(words) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_sentence_counts_in_attention_alone():
-    long, short = (make_plan(small(sentence=n), A100).work.model_flops for n in (32, 16))
+    long, short = (make_plan(pairs(sentence=n), A100).work.model_flops for n in (32, 16))
     # of 4 encoder layers, and of 4 decoder layers twice
     assert long - short == 3 * 12 * 4 * 16 * 64
 

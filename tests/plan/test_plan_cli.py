@@ -6,14 +6,14 @@ import sys
 import hydra
 import pytest
 from helpers import commands
-from plan_helpers import CONFIGS, SMALL, settings_of
+from helpers.commands import logged
+from plan_helpers import A100, CONFIGS, SMALL, settings_of
 
 from fairseq_tutel.config import EXCHANGES
 from fairseq_tutel.plan.cli import main
 from fairseq_tutel.plan.hardware import load_hardware
 from fairseq_tutel.plan.planner import flop_matched, largest_batch, make_plan
 
-A100 = load_hardware(CONFIGS, "a100-80g")
 FEWER = "gpus=512 model.decoder_layers=4 model.moe_expert_count=64"
 SLICED = "+model.moe_expert_placement=sliced"
 
@@ -54,9 +54,13 @@ def test_what_the_grown_model_needs(capsys):
         assert re.search(words, grown), grown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+GPT, VOCABULARY = "transformer_lm_gpt", "gpus=2 vocabulary=100"
+TRAIN, META = "-- fairseq-train", f"--config-dir {CONFIGS} --config-name meta_1.1t"
+SIZES = f"""{VOCABULARY} {TRAIN} x --task language_modeling --tokens-per-sample 8 --batch-size 2
+    --optimizer adam --arch {GPT}_moe --moe-expert-count 4 --decoder-layers 2
+    --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 """
+REFUSED = [
+    *((f"{META} {words}", message) for words, message in (
         ("gpus=100", "512 experts cannot be spread over 100 ranks"),
         ("gpus=12 model.moe_expert_count=12", "does not fill nodes of 8"),
         ("gpus=512 dataset.batch_size=64", "at the peak on GPUs with 76,294 MiB to fill; lar"),
@@ -86,11 +90,27 @@ def test_what_the_grown_model_needs(capsys):
         # experts in slices
         (f"{FEWER} +model.moe_parallelism_r=2", "--moe-expert-placement sliced"),
         (f"{FEWER} {SLICED} +model.moe_parallelism_r=3", "choose one of 0, 1, 2, 4, 8"),
-    ],
-)
-def test_impossible_plans_are_refused_with_the_reason(capsys, arguments, message):
-    status, _, err = run(capsys, *arguments.split())
-    assert status == 1 and message in err and err.count("\n") == 1, err
+    )),
+    # commands that would not train
+    (f"gpus=8 {TRAIN}", f"fairseq-train: the command has no --arch; the planner supports {GPT}"),
+    (f"gpus=8 {TRAIN} x --arch {GPT}_moe", "fairseq-train: the command has no --optimizer"),
+    (f"gpus=8 {TRAIN} x --arch {GPT} --optimizer adam", "transformer_moe and NAME_moe only"),
+    (f"gpus=8 {TRAIN} x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
+    (f"gpu=8 {TRAIN} x --arch {GPT}", "did you mean gpus?"),
+    (f"a.b=8 {TRAIN} x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),
+    *((SIZES + words, words) for words in (
+        "--moe-top-k 9", "--decoder-attention-heads 3", "--moe-freq -1", "--moe-lora-rank 2")),
+    *((SIZES + words, f"{words} must be at least 1") for words in (
+        "--update-freq 0", "--decoder-embed-dim 0", "--decoder-ffn-embed-dim 0",
+        "--batch-size -4", "--max-tokens -1", "--tokens-per-sample -5")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_impossible_plans_are_refused_in_one_line(capsys, words, message):
+    assert main(words.split()) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and message in line, line
 
 
 def test_what_hydra_takes_is_taken(capsys):
@@ -176,43 +196,6 @@ def test_a_command_that_works_becomes_a_plan(capsys, tmp_path):
     assert "1.10e+12" in capsys.readouterr().out
 
 
-GPT = "transformer_lm_gpt"
-SIZES = f"""x --task language_modeling --tokens-per-sample 8 --batch-size 2 --optimizer adam
-    --arch {GPT}_moe --moe-expert-count 4 --decoder-layers 2 --decoder-embed-dim 16
-    --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 """
-
-
-@pytest.mark.parametrize(
-    ("keys", "words", "message"),
-    [
-        ("gpus=8", "", "fairseq-train: the command has no --arch; the planner supports " + GPT),
-        ("gpus=8", f"x --arch {GPT}_moe", "fairseq-train: the command has no --optimizer"),
-        ("gpus=8", f"x --arch {GPT} --optimizer adam", "transformer_moe and NAME_moe only"),
-        ("gpus=8", f"x --arch {GPT}_moe --optimizer adam", "; give --task language_modeling"),
-        ("gpu=8", f"x --arch {GPT}", "gpu=8: .* did you mean gpus?"),
-        ("a.b=8", f"x --arch {GPT}", "a.b=8: overrides of a command are options of the command"),
-        *(
-            ("gpus=2 vocabulary=100", SIZES + words, words)
-            for words in (
-                "--moe-top-k 9", "--decoder-attention-heads 3", "--moe-freq -1",
-                "--moe-lora-rank 2",
-            )
-        ),
-        *(
-            ("gpus=2 vocabulary=100", SIZES + words, f"{words} must be at least 1")
-            for words in (
-                "--update-freq 0", "--decoder-embed-dim 0", "--decoder-ffn-embed-dim 0",
-                "--batch-size -4", "--max-tokens -1", "--tokens-per-sample -5",
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_a_command_that_would_not_train_is_refused_in_one_line(capsys, keys, words, message):
-    assert main([*keys.split(), "--", "fairseq-train", *words.split()]) == 1
-    line = capsys.readouterr().err
-    assert line.startswith("error: ") and line.count("\n") == 1 and re.search(message, line), line
-
-
 def test_the_parts_of_memory_sum_to_the_peak_that_is_named(capsys):
     for words, phase in (
         ([], "in the backward pass"),
@@ -276,3 +259,27 @@ def test_advice_about_the_number_of_experts(capsys, words, rows, lines):
     found = [line for line in out.splitlines() if line.startswith(("warning", "advice"))]
     assert len(found) == len(lines)
     assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
+
+
+TINY = [
+    "common.cpu=true", "common.log_interval=5", "distributed_training.distributed_world_size=1",
+    "model.moe_expert_count=4", "model.decoder_layers=2", "model.decoder_embed_dim=32",
+    "model.decoder_ffn_embed_dim=64", "model.decoder_attention_heads=2", "task.dict_size=156",
+    "task.tokens_per_sample=32", "task.dataset_size=40", "dataset.batch_size=4",
+    "optimization.max_update=20", "optimization.lr=[0.01]", "lr_scheduler.warmup_updates=0",
+]  # fmt: skip
+
+
+def test_hydra_train_runs_it_small(programs, tmp_path):
+    done = programs.run(
+        ["fairseq-hydra-train", "--config-dir", str(CONFIGS), "--config-name", "meta_1.1t",
+         *TINY, f"hydra.run.dir={tmp_path}"],
+        cwd=tmp_path, timeout=200,
+    )  # fmt: skip
+    log = done.text
+    assert done.status == 0, log[-3000:]
+    assert "Adam with fp16 statistics" in log
+    losses = [update["loss"] for update in logged(log, "train_inner")]
+    assert len(losses) == 4 and losses[-1] < 0.7 * losses[0], losses
+    assert log.count("Saved checkpoint") == 1  # not at the end of each of its two epochs
+    assert list(tmp_path.glob("checkpoints/meta_1.1t/checkpoint_last.pt"))

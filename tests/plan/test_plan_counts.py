@@ -3,9 +3,11 @@
 import pytest
 import torch
 from plan_helpers import (
+    A100,
     build_without_dropout,
     check_activations,
     memory_of,
+    pairs,
     settings_of,
     small,
     training_loss,
@@ -16,7 +18,7 @@ from fairseq_tutel.backends import torch as torch_backend
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.plan.gpu_memory import make_layers
 from fairseq_tutel.plan.parameters import count_parameters, expert_sizes
-from fairseq_tutel.plan.work import count_traffic
+from fairseq_tutel.plan.planner import flop_matched, make_plan
 
 SLICED = ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"]
 
@@ -34,8 +36,9 @@ def experts_as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch_backend, "network_fwd", keeping)
 
 
+# overrides of a language model, or a command's words of an encoder-decoder
 @pytest.mark.parametrize(
-    "overrides",
+    "row",
     [
         ["model.moe_expert_count=2"],  # E < W: two replicas of each expert
         [*SLICED, "model.share_decoder_input_output_embed=false"],
@@ -51,16 +54,25 @@ def experts_as_on_a_gpu(monkeypatch):
         [*SLICED, "model.moe_expert_network=geglu"],
         ["model.decoder_input_dim=32", "model.decoder_output_dim=48",
          "model.share_decoder_input_output_embed=false"],
-        ["model.alternate_decoder_ffn_embed_dim=512"],
-        ["model.moe_freq=0"],
+        ["model.alternate_decoder_ffn_embed_dim=512", "model.moe_freq=0"],
+        "--moe-expert-count 2 --moe-expert-placement sliced --decoder-moe-freq 1",
+        "--encoder-layers 5 --encoder-moe-freq 2 --moe-expert-ffn-dim 96",
+        "--alternate-ffn-embed-dim 40 --decoder-ffn-embed-dim 96",
+        "--moe-freq 0",
+        "--moe-cmr --moe-shared-expert-ffn-dim 24",
     ],
 )  # fmt: skip
-def test_the_layers_and_the_rest_are_the_whole(overrides):
-    settings = small(*overrides)
-    parameters = count_parameters(settings)
-    stack = make_layers(settings, parameters, count_traffic(settings, parameters))
-    local = sum(layer.parameters for layer in stack) + parameters.embeddings
-    assert local == parameters.per_gpu
+def test_the_layers_and_the_rest_are_the_whole(row):
+    settings = pairs(row, gpus=4) if isinstance(row, str) else small(*row)
+    plan = make_plan(settings, A100)
+    stack = make_layers(settings, plan.parameters, plan.traffic)
+    local = sum(layer.parameters for layer in stack) + plan.parameters.embeddings
+    assert local == plan.parameters.per_gpu
+    assert len(stack) == sum(each.layers for each in settings.stacks)
+    if isinstance(row, str) and settings.routing:
+        more = plan.work.model_flops - flop_matched(plan).work.model_flops
+        gates = sum(2 * s.dim * len(s.sparse) for s in settings.stacks)
+        assert more == pytest.approx(3 * gates * settings.routing.num_experts, rel=1e-9)
 
 
 def test_published_counts():
@@ -112,25 +124,26 @@ def test_expert_groups():
         small("model.moe_expert_parallel_size=3", gpus=16)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "overrides"),
-    [
-        (torch.float32, []),
-        (torch.float32, ["model.activation_fn=relu", "model.moe_capacity_factor=2.0"]),
-        (torch.float32, ["model.moe_top1_expert=true", "model.moe_freq=1"]),
-        (torch.float32, ["model.moe_freq=0"]),
-        (torch.float32, [*SLICED, "model.moe_parallelism_r=1"]),
-        (torch.float32, [*SLICED, "model.moe_parallelism_r=2"]),
-        (torch.float32, [*SLICED, "model.moe_parallelism_r=0"]),
-        (torch.float32, ["model.moe_shared_expert_ffn_dim=512"]),
-        (torch.float32, ["model.moe_expert_network=swiglu"]),
-        (torch.bfloat16, ["common.bf16=true", "common.memory_efficient_bf16=true"]),
-    ],
-)
-def test_activations_are_what_autograd_saves(dtype, overrides, checkpointing):
-    settings = small(*overrides, f"model.checkpoint_activations={checkpointing}")
-    check_activations(settings, dtype)
+F32 = torch.float32
+KEPT = [
+    (F32, []),
+    (F32, ["model.activation_fn=relu", "model.moe_capacity_factor=2.0"]),
+    (F32, ["model.moe_top1_expert=true", "model.moe_freq=1"]),
+    (F32, ["model.moe_freq=0"]),
+    *((F32, [*SLICED, f"model.moe_parallelism_r={r}"]) for r in (1, 2, 0)),
+    (F32, ["model.moe_shared_expert_ffn_dim=512"]),
+    (F32, ["model.moe_expert_network=swiglu"]),
+    (torch.bfloat16, ["common.bf16=true", "common.memory_efficient_bf16=true"]),
+]
+KEPT = [(kind, [*row, f"model.checkpoint_activations={c}"])
+        for kind, row in KEPT for c in ("false", "true")]  # fmt: skip
+WORDS = ("", "--checkpoint-activations", "--moe-freq 0", "--moe-cmr",
+         "--encoder-moe-freq 1 --moe-freq 0 --decoder-ffn-embed-dim 128")  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "row"), [*KEPT, *((F32, words) for words in WORDS)])
+def test_activations_are_what_autograd_saves(dtype, row):
+    check_activations(pairs(row) if isinstance(row, str) else small(*row), dtype)
 
 
 def dispatch_rows(settings):
