@@ -1,13 +1,8 @@
-"""Times of choices: recorded ones, synthetic ones by a cost model, and noise on them."""
+"""Times of choices by a cost model, and noise on them."""
 
-import json
 import random
 
-from helpers.commands import ROOT
-
 from fairseq_tutel.tuning.search.halving import list_choices
-
-_RECORDED = ROOT / "scripts/bench/results/adaptive-4-messages-redesign.json"
 
 
 def space(slices=1):
@@ -32,16 +27,6 @@ def table(choices, seed):
         time = max(2 * a, a + (a + experts) / d, experts + 2 * a / d) + overhead * (d - 1)
         times.append(round(gather_all + experts if r == 0 else time + gather / r))
     return times
-
-
-def recorded():
-    """Choices, and their times by the capacity factor, of bench_steps.py on four ranks."""
-    choices = space(2)
-    fixed = json.loads(_RECORDED.read_text())["fixed"]
-    rows = [fixed["{algorithm} x{overlap_degree} r={r}".format_map(choice)] for choice in choices]
-    return choices, {
-        float(factor): [round(1e6 * row[factor]) for row in rows] for factor in rows[0]
-    }
 
 
 class Noise:

@@ -20,11 +20,6 @@ TIMES = {1.0: {1: 4000, 2: 3000, 4: 2000, 8: 2500}, 4.0: {1: 9000, 2: 12000, 4: 
 TOKENS = 2048
 
 
-def make_layers():
-    torch.manual_seed(3)
-    return [MoELayer(M, 4, 8, groups=build_groups(4), seed=seed) for seed in (3, 4)]
-
-
 class FakeTimer(RegionTimer):
     """Says what the table has for the exchange that was used, as rank 1 a little later."""
 
@@ -52,7 +47,7 @@ def run(tuner, num_steps, factor):
 @on_ranks(2, timeout=120)
 def test_ranks_find_the_optimum_of_a_table_and_go_on_from_it():
     exchange_tuner.RegionTimer = FakeTimer
-    layers = make_layers()
+    layers = [MoELayer(M, 4, 8, groups=build_groups(4), seed=seed) for seed in (3, 4)]
     tuner = ExchangeTuner(layers, ["overlap_degree"], max_loss=1.0)
     used = [run(tuner, 70, factor) for factor in (1.0, 4.0, 1.0, 4.0)]
     assert used[0][0] == ExchangeConfig() and used[0][-1].overlap_degree == 4
@@ -83,25 +78,20 @@ def test_ranks_find_the_optimum_of_a_table_and_go_on_from_it():
     with pytest.raises(ValueError, match="made with ranks = 8, and this run has 2"):
         other = tuner.file().replace('"ranks": 2', '"ranks": 8').replace('degree": 4', 'degree": 5')
         ExchangeTuner(layers, ["overlap_degree"], pinned=other)
-    _options_and_evaluation(tuner, layers)
-    _parallelism()
-
-
-def _options_and_evaluation(tuner, layers):
-    for layer in layers:
-        layer.eval()
-    step = tuner.agree(8, torch.float32)
-    assert step.exchange is None and step.timer is None
-    for layer in layers:
-        layer.train()
     with pytest.raises(ValueError, match="'wire' cannot be tuned"):
         ExchangeTuner(layers, ["wire"])
     with pytest.raises(ValueError, match="layers of one tuner have one model_dim"):
         ExchangeTuner([layers[0], MoELayer(4, 4, 8, groups=layers[0].groups)])
+    for layer in layers:
+        layer.eval()
+    step = tuner.agree(8, torch.float32)
+    assert step.exchange is None and step.timer is None
 
 
-def _parallelism():
-    """One expert in two slices: r of 1, 2 and 0; what does not fit in memory is no choice."""
+@on_ranks(2, timeout=120)
+def test_one_expert_in_two_slices_has_r_of_1_2_and_0():
+    """What does not fit in memory is no choice."""
+    exchange_tuner.RegionTimer = FakeTimer
     groups = build_groups(1, placement="sliced")
     layer = MoELayer(M, 1, 8, groups=groups, top_k=1, seed=3)
     # r = 0 gathers two slices of 304 bytes; r = 1 does, too, but is what the layer has
@@ -122,8 +112,7 @@ def _parallelism():
 
 def test_one_rank_has_nothing_to_tune():
     layer = MoELayer(M, 4, 8)
-    tuner = ExchangeTuner([layer])
-    step = tuner.agree(5, torch.float32)
+    step = ExchangeTuner([layer]).agree(5, torch.float32)
     assert isinstance(step, StepAgreement) and step.exchange is None
     assert layer(torch.randn(5, M), step=step).shape == (5, M)
 
@@ -157,8 +146,7 @@ def test_a_timer_sees_forward_recomputation_and_backward(recompute, monkeypatch)
         return timer.end(Slow.apply(x), span)
 
     y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=True) if recompute else call(x)
-    if not recompute:
-        assert timer.microseconds is None  # the backward pass is to come
+    assert recompute or timer.microseconds is None  # the backward pass is to come
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     assert timer.microseconds == (70 if recompute else 50)
