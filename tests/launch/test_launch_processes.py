@@ -9,7 +9,6 @@ import pytest
 from helpers.commands import executable, variables
 
 LAUNCH = ["-m", "fairseq_tutel.launch", "--bind", "none"]
-# of both ranks; each waits for the other
 MEET = "touch up$RANK; until [ -e up0 ] && [ -e up1 ]; do sleep 0.02; done; "
 REQUEUE = "echo 85 > $FAIRSEQ_TUTEL_LAUNCHER/outcome; exit 0"
 STAY, RANK_1 = "while :; do sleep 0.05; done", "[ $RANK = 0 ] || "
@@ -23,7 +22,7 @@ if "own" in sys.argv:
     os.kill(os.getpid(), signal.SIGUSR1)
 if "Ctrl-C" in sys.argv and os.environ["RANK"] == "1":
     os.kill(os.getppid(), signal.SIGINT)
-signal.signal(signal.SIGUSR1, save)
+assert signal.signal(signal.SIGUSR1, save) == signal.SIG_DFL
 time.sleep(0.2)  # it imports
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGUSR1}})  # as trainer/requeue.py does
 time.sleep(30)
@@ -35,13 +34,14 @@ def launched(programs, tmp_path):
     """Runs the launcher with words; nothing that the ranks have started outlives it."""
 
     def run(*words, **how):
-        mark, end = f"{tmp_path.name}-{os.getpid()}", time.monotonic() + 140
+        mark = f"{tmp_path.name}-{os.getpid()}"
         how = {"cwd": tmp_path, "MARK": mark, "CUDA_VISIBLE_DEVICES": "", "timeout": 120, **how}
         done = programs.run([*LAUNCH, *words], **how)
-        while not subprocess.run(f"grep -qs {mark} /proc/[0-9]*/environ", shell=True).returncode:
-            assert time.monotonic() < end, "processes are left"
+        for _ in range(500):
+            if subprocess.run(f"grep -qs {mark} /proc/[0-9]*/environ", shell=True).returncode:
+                return done
             time.sleep(0.02)
-        return done
+        pytest.fail("processes are left")
 
     return run
 
@@ -67,7 +67,6 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 import fairseq_tutel.launch.__main__
 os.kill(os.getpid(), signal.SIGUSR1)
 """
-# by scripts/slurm/common.sh
 _REQUESTED = "import os; open(os.environ['FAIRSEQ_TUTEL_FOLDER'] + '/requested', 'w').close()"
 _OFTEN = "import fairseq_tutel.launch.agent as agent; agent.FRESH = 0.05"
 _OLD = "F=$FAIRSEQ_TUTEL_LAUNCHER/job.json; touch -d 2000-01-01 old $F; "
@@ -79,8 +78,8 @@ ENDS = {
     "good": ("exit 0", 0, ""),
     "a rank is killed": (RANK_1 + f"kill -9 $$; {STAY}", 137, "rank 1 died of signal 9"),
     "it leaves a process behind": ("sleep 300 & exit 9", 9, "rank 0 ended with exit code 9"),
-    "a rank fails": (f"{_TIDY}{MEET}{RANK_1}exit 7; {STAY}", 7, "rank 1 ended with exit code 7",
-                     "", "tidy"),
+    "a rank fails": (MEET + RANK_1 + f"exit 7; {STAY}", 7, "rank 1 ended with exit code 7"),
+    "in good order": (f"{_TIDY}{MEET}{RANK_1}exit 7; {STAY}", 7, "exit code 7", "", "tidy"),
     "a failure beside a requeue": (RANK_1 + f"{{ sleep 0.5; exit 4; }}; {REQUEUE}", 4, "code 4"),
     # that no rank has had: SLURM's reach the launcher alone where it tracks processes by cgroups
     "a request to the launcher alone": (
@@ -186,7 +185,8 @@ _FAIL = f"[ $LOCAL_RANK = 0 ] || sleep 20; touch up$RANK; {_UP}"
         (_WHERE, "sys.argv[5] = '3'", 2, "ranks of bash, gloo on the CPU, they start 5 (5)"),
         (_WHERE, "sys.argv[7:] = ['true']", 2, "gloo on the CPU, they start 4 (2)"),
         # of one node alone: the other waits for it until the step ends
-        (_WHERE, "sys.argv[4:4] = ['--nnodes', '3']", 2, "contradicts srun, which states 2"),
+        (_WHERE, "sys.argv[4:4] = ['--nnodes', '3']", 2,
+         f"error on {os.uname().nodename}: --nnodes 3 contradicts srun, which states 2"),
     ],
 )  # fmt: skip
 def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, words, change, code, said):
@@ -198,6 +198,7 @@ def test_nodes_of_a_slurm_job_meet(launched, tmp_path, port, words, change, code
     how = {"prelude": f"{_NODES}\nif rank == '1':\n    {change}", "launched": False, **alone}
     done = launched(*script(words), ranks=1 if alone else 2, **how, **env)
     assert said in done.stderr and (done.status == 0) == (code == 0), done.stderr
+    assert not alone or done.status == code
     wanted = [f"rank{rank}-{rank % 2}-{rank // 2}-of-4" for rank in range(4)]
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ([] if code else wanted)
     asked = (tmp_path / "words").read_text() if code else ""
@@ -208,8 +209,9 @@ def test_ranks_of_mpirun_and_torchrun_become_their_program(launched, programs, p
     prelude = "import os; open('pid', 'w').write(str(os.getpid()))"
     of_mpirun = "OMPI_COMM_WORLD_{}=1 OMPI_COMM_WORLD_{}=2 OMPI_COMM_WORLD_{}=1"
     of_mpirun = variables(of_mpirun.format("RANK", "SIZE", "LOCAL_RANK"))
-    words = ["--", "bash", "-c", "[ $$ = $(cat pid) ] && echo $RANK of $WORLD_SIZE"]
-    done = launched(*words, prelude=prelude, **of_mpirun)
+    words = "[ $$ = $(cat pid) ] && echo $RANK of $WORLD_SIZE$FAIRSEQ_TUTEL_LAUNCHER"
+    of_mpirun["FAIRSEQ_TUTEL_LAUNCHER"] = "another's"
+    done = launched("--", "bash", "-c", words, prelude=prelude, **of_mpirun)
     assert (done.status, done.stdout, done.stderr) == (0, "1 of 2\n", "")
     torchrun = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port}".split()
     words = [*torchrun, *LAUNCH, "--", "bash", "-c", "echo got $RANK of $WORLD_SIZE"]
