@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -23,23 +24,11 @@ def expert_name(layer: int, expert: int, rest: str) -> str:
     return f"decoder.layers.{layer}.moe_layer.experts.{expert}.{rest}"
 
 
-def expert_range(rank: int, world_size: int, num_experts: int) -> list[int]:
-    """Which global experts a rank holds, by the definition in the issue."""
-    if num_experts < world_size:
-        return [rank % num_experts]
-    local = num_experts // world_size
-    return [rank * local + j for j in range(local)]
-
-
 class Reference:
     """A whole model and its optimizer (``named``), from which each rank's state can be cut."""
 
     def __init__(self, num_experts: int, seed: int = 0, layers: tuple[int, ...] = LAYERS) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
-
+        random = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
         self.num_experts, self.seed = num_experts, seed
         self.model = {"decoder.embed_tokens.weight": random(10, MODEL_DIM)}
         self.named = {}
@@ -59,7 +48,6 @@ class Reference:
                 self.named[name]["exp_avg_sq"] = random(*tensor.shape)
 
     def state(self, experts: list[int], *, with_optimizer: bool = True) -> dict:
-
         def mine(entries):
             kept = {}
             for name, value in entries.items():
@@ -71,25 +59,22 @@ class Reference:
                     kept[f"{head}.experts.{experts.index(int(number))}.{rest}"] = value
             return kept
 
-        state = {
-            "args": None,
-            "cfg": {"model": {"_name": "transformer_lm_gpt_moe", "seed": self.seed}},
-            "model": mine(self.model),
-            "criterion": None,
-            "optimizer_history": [{"num_updates": 7 + self.seed, "lr_scheduler_state": {}}],
-            "task_state": {},
-            "extra_state": {"train_iterator": {"epoch": 3}, "val_loss": 1.5},
-        }
+        cfg = {"model": {"_name": "transformer_lm_gpt_moe", "seed": self.seed}}
+        history = [{"num_updates": 7 + self.seed, "lr_scheduler_state": {}}]
+        extra = {"train_iterator": {"epoch": 3}, "val_loss": 1.5}
+        state = {"args": None, "cfg": cfg, "model": mine(self.model), "criterion": None,
+                 "optimizer_history": history, "task_state": {}, "extra_state": extra}  # fmt: skip
         if with_optimizer:
             state["last_optimizer_state"] = {
-                "named_state": mine(self.named),
+                "named_state": mine(self.named), "loss_scale": 128.0,
                 "param_groups": [{"lr": 0.1, "betas": (0.9, 0.98)}],
-                "loss_scale": 128.0,
-            }
+            }  # fmt: skip
         return state
 
     def rank_state(self, rank: int, world_size: int, **kwargs: bool) -> dict:
-        return self.state(expert_range(rank, world_size, self.num_experts), **kwargs)
+        """A rank's, by the definition of who holds which experts."""
+        local, E = max(1, self.num_experts // world_size), self.num_experts
+        return self.state([(rank * local + j) % E for j in range(local)], **kwargs)
 
     def save(self, path: str, world_size: int) -> None:
         run_ranks(world_size, lambda rank, gather: self.save_rank(path, rank, world_size, gather))

@@ -162,12 +162,9 @@ def test_superfluous_rank_files_do_not_disturb_and_ambiguous_names_do(saved):
     torch.save(Reference(4, seed=5).state(list(range(4))), saved)
     check_error(saved, "ambiguous", "m-shared.pt")
     Reference(4).check_loadable(member(saved, "shared"))
-
-
-@pytest.mark.parametrize("world_size", [3, 6])
-def test_world_size_that_does_not_divide(saved, world_size):
-    with pytest.raises(CheckpointError, match=f"m.pt: 4 experts cannot .* {world_size} ranks"):
-        load_for_rank(saved, rank=0, world_size=world_size)
+    for world_size in (3, 6):
+        with pytest.raises(CheckpointError, match=f"4 experts cannot .* {world_size} ranks"):
+            load_for_rank(member(saved, "shared"), rank=0, world_size=world_size)
 
 
 # how rank 1 of two differs in a save -> words of the error, on both
@@ -204,15 +201,6 @@ def test_ranks_that_disagree_all_fail_and_change_nothing(tmp_path, arguments, wo
     reference.check_loadable(path)
 
 
-def test_a_program_of_ones_own_that_fails_leaves_nothing(tmp_path):
-    def experts(wanted):
-        raise ValueError("no such expert")
-
-    with pytest.raises(ValueError, match="no such expert"):
-        write_set(str(tmp_path / "x.pt"), {"model": {}}, experts, num_experts=2, num_ranks=2)
-    assert names_in(tmp_path) == set()
-
-
 def test_misuse_is_refused(tmp_path):
     path, state = str(tmp_path / "m.pt"), Reference(4).state([0, 1, 2, 3])
     for optimizer in (
@@ -224,6 +212,12 @@ def test_misuse_is_refused(tmp_path):
     for rank, gather_texts in ((0, None), (2, lambda text: [text] * 2)):
         with pytest.raises(ValueError, match=f"rank {rank} of 2: ranks .* need `gather_texts`"):
             AllRanks(rank, 2, gather_texts)
+
+    def experts(wanted):
+        raise ValueError("no such expert")
+
+    with pytest.raises(ValueError, match="no such expert"):  # of a program of one's own
+        write_set(path, {"model": {}}, experts, num_experts=2, num_ranks=2)
     assert names_in(tmp_path) == set()
 
 

@@ -25,8 +25,6 @@ from fairseq_tutel.checkpoint import (
 from fairseq_tutel.checkpoint import reader as reader_module
 
 OLD, NEW = (Reference(4, seed=seed, layers=(1,)) for seed in (1, 2))
-
-
 RENAME = "for f in last.pt*; do mv $f {}${{f#last}}; done"
 # what a user does in the folder of last.pt -> another name, and what it names after the next save
 DONE = {
@@ -69,19 +67,18 @@ def test_what_users_do_to_files(command, tmp_path):
     assert {n for n in names_in(run) if not n.startswith("named")} == set_names("last", 1)
 
 
-@pytest.mark.parametrize("source", ["links/m.pt", "run/m-shared.pt"])
-def test_a_copy_has_the_files_of_the_set_that_is_named(source, tmp_path):
+def test_a_copy_has_the_files_of_the_set_that_is_named(tmp_path):
     """Not links to them, nor a merged file beside a set of an earlier form."""
     path = tmp_path / "run" / "m.pt"
     OLD.save(str(path), 2)
-    if source == "links/m.pt":
-        subprocess.run("mkdir ../links; ln -s $PWD/* ../links", shell=True, cwd=path.parent)
-    else:
-        as_earlier(str(path))
-        torch.save(NEW.state([0, 1, 2, 3]), path)
-    copy_set(str(tmp_path / source), str(tmp_path / "copy.pt"))
+    subprocess.run("mkdir ../links; ln -s $PWD/* ../links", shell=True, cwd=path.parent)
+    copy_set(str(tmp_path / "links" / "m.pt"), str(tmp_path / "copy.pt"))
+    as_earlier(str(path))
+    torch.save(NEW.state([0, 1, 2, 3]), path)
+    copy_set(str(tmp_path / "run" / "m-shared.pt"), str(tmp_path / "other.pt"))
     shutil.rmtree(path.parent)
-    OLD.check_loadable(str(tmp_path / "copy.pt"))
+    for name in ("copy.pt", "other.pt"):
+        OLD.check_loadable(str(tmp_path / name))
 
 
 def test_only_a_save_removes_what_is_left_of_its_own_name(tmp_path):
@@ -113,9 +110,7 @@ def test_an_earlier_version_was_killed_while_it_renamed(tmp_path):
     as_earlier(path)
     Path(f"{path}.commit").write_text("{}")
     for read in (read_set, inspect, set_exists, find_checkpoint):
-        with pytest.raises(
-            CheckpointError, match="m.pt.commit: an earlier version was interrupted"
-        ):
+        with pytest.raises(CheckpointError, match="m.pt.commit: an earlier version was interr"):
             read(path)
     NEW.save(path, 1)
     NEW.check_loadable(path)

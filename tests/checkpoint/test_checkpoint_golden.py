@@ -1,6 +1,6 @@
 """Files written by Meta's own code load at any number of ranks."""
 
-import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -8,52 +8,35 @@ import pytest
 import torch
 from helpers.assertions import assert_same_state
 
-from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank, merge, reshard
+from fairseq_tutel.checkpoint import CheckpointError, inspect, load_for_rank
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# tensors of one element by which fairseq's models tell their version: no parameters
-MARKS = ("decoder.version", "decoder.embed_positions._float_tensor")
 
 
 def read(path: Path) -> dict:
     return torch.load(path, weights_only=True)["model"]
 
 
-def expected_experts(folder: Path, ranks: int) -> dict:
-    """All experts of the set by (layer, global expert, rest), counted up over its rank files."""
-    experts = {}
+RUNS = [(1, "init", 1), (1, "final", 8), (2, "init", 4), (2, "final", 1), (2, "final", 2)]
+
+
+@pytest.mark.parametrize(("ranks", "moment", "world_size"), RUNS)
+def test_metas_files_load(ranks, moment, world_size):
+    folder, experts = GOLDEN / f"top2_world{ranks}" / moment, {}  # by global number
     for rank in range(ranks):
-        model = read(folder / f"checkpoint_last-rank-{rank}.pt")
-        for key, tensor in model.items():
-            _, _, layer, _, _, expert, rest = key.split(".", 6)
-            experts[int(layer), rank * (4 // ranks) + int(expert), rest] = tensor
+        for key, tensor in read(folder / f"checkpoint_last-rank-{rank}.pt").items():
+            head, expert, rest = re.fullmatch(r"(.*\.experts)\.(\d)\.(.*)", key).groups()
+            experts[head, rank * (4 // ranks) + int(expert), rest] = tensor
     assert len(experts) == 2 * 4 * 4
-    return experts
-
-
-@pytest.mark.parametrize(
-    ("run", "ranks", "moment", "world_size"),
-    [
-        ("top2_world1", 1, "init", 1),
-        ("top2_world1", 1, "final", 8),
-        ("top2_world2", 2, "init", 4),
-        ("top2_world2", 2, "final", 1),
-        ("top2_world2", 2, "final", 2),
-    ],
-)
-def test_metas_files_load(run, ranks, moment, world_size):
-    folder = GOLDEN / run / moment
-    experts = expected_experts(folder, ranks)
     for rank in range(world_size):
         path = str(folder / "checkpoint_last.pt")
         state = load_for_rank(path, rank=rank, world_size=world_size)
         mine = [rank * 4 // world_size + j for j in range(4 // world_size)] or [rank % 4]
         expected = read(folder / "checkpoint_last-shared.pt")
         assert len(expected) == 64
-        for (layer, expert, rest), tensor in experts.items():
+        for (head, expert, rest), tensor in experts.items():
             if expert in mine:
-                local = mine.index(expert)
-                expected[f"decoder.layers.{layer}.moe_layer.experts.{local}.{rest}"] = tensor
+                expected[f"{head}.{mine.index(expert)}.{rest}"] = tensor
         assert_same_state(state["model"], expected)
         assert state["cfg"]["model"]["moe_expert_count"] == 4
         assert state["optimizer_history"][-1]["num_updates"] == {"init": 1, "final": 20}[moment]
@@ -69,8 +52,8 @@ def test_inspect_counts_each_parameter_once():
     dense = read(GOLDEN / "top2_world2/final/checkpoint_last-shared.pt")
     tied = dense.pop("decoder.output_projection.weight")
     assert torch.equal(tied, dense["decoder.embed_tokens.weight"])
-    for mark in MARKS:
-        assert dense.pop(mark).numel() == 1
+    for mark in ("decoder.version", "decoder.embed_positions._float_tensor"):
+        assert dense.pop(mark).numel() == 1  # of one element: fairseq's models tell their version
     assert report["params_dense"] == sum(tensor.numel() for tensor in dense.values())
     assert report["moe_layers"] == ["decoder.layers.1", "decoder.layers.3"]
     assert report["num_updates"] == 20 and report["optimizer_state"] == "none"
@@ -84,20 +67,3 @@ def test_missing_file_is_found_by_the_gates(tmp_path, lost):
             shutil.copy(file, tmp_path)
     with pytest.raises(CheckpointError, match=f"1 of 2 rank files missing: .*rank-{lost}.pt"):
         load_for_rank(str(tmp_path / "checkpoint_last.pt"), rank=0, world_size=1)
-
-
-def test_metas_optimizer_state_is_dropped_with_a_warning(tmp_path, caplog):
-    for file in (GOLDEN / "top2_world2" / "final").glob("*.pt"):
-        state = torch.load(file, weights_only=True)
-        state["last_optimizer_state"] = {"state": {0: {"step": 1}}, "param_groups": []}
-        torch.save(state, tmp_path / file.name)
-    path = str(tmp_path / "checkpoint_last.pt")
-    with caplog.at_level(logging.WARNING, logger="fairseq_tutel"):
-        state = load_for_rank(path, rank=1, world_size=2)
-    assert "last_optimizer_state" not in state and len(state["model"]) == 64 + 16
-    assert "checkpoint_last-shared.pt: its optimizer state is not keyed by" in caplog.text
-    assert inspect(path)["optimizer_state"] == "foreign"
-    merged = merge(reshard(path, str(tmp_path / "four.pt"), 4), str(tmp_path / "one.pt"))
-    assert_same_state(
-        *(load_for_rank(each, rank=0, world_size=1)["model"] for each in (merged, path))
-    )

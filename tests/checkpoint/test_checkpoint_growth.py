@@ -4,16 +4,11 @@ import json
 
 import pytest
 import torch
-from checkpoint_helpers import LAYERS, Reference, expert_name
+from checkpoint_helpers import EXPERT_SHAPES, LAYERS, Reference, expert_name
 from helpers.assertions import assert_same_state
 from helpers.sets import names_in, set_names
 
-from fairseq_tutel.checkpoint import (
-    inspect,
-    load_file,
-    read_set,
-    reshard,
-)
+from fairseq_tutel.checkpoint import inspect, load_file, read_set, reshard
 from fairseq_tutel.checkpoint.growth import grow, shrink, to_dense
 from fairseq_tutel.checkpoint.growth.selection import repeated
 
@@ -46,7 +41,7 @@ def check_experts(path, originals, seed=0):
     named = state["last_optimizer_state"]["named_state"]
     for layer in LAYERS:
         for number, original in enumerate(originals[layer]):
-            for rest in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
+            for rest in EXPERT_SHAPES:
                 mine, theirs = expert_name(layer, number, rest), expert_name(layer, original, rest)
                 assert torch.equal(state["model"][mine], want.model[theirs])
                 assert_same_state(named[mine], want.named[theirs])
@@ -68,7 +63,8 @@ def check_experts(path, originals, seed=0):
         (8, "load", {1: [0, 1, 1, 1, 1, 2, 2, 3], 3: [0, 0, 0, 1, 1, 2, 3, 3]}),
     ],
 )
-def test_grown_experts_are_copies(saved, tmp_path, num_experts, by, originals):
+def test_grown_experts_are_copies(saved, tmp_path, num_experts, by, originals, caplog):
+    caplog.set_level("INFO", "fairseq_tutel")
     out = grow(saved, str(tmp_path / "more.pt"), num_experts, by=by)
     model = check_experts(out, originals)
     assert names_in(tmp_path) >= set_names("more", 2)
@@ -80,30 +76,27 @@ def test_grown_experts_are_copies(saved, tmp_path, num_experts, by, originals):
         assert torch.equal(rows[old], want)
         moved = rows[~old] - want[torch.tensor(originals[layer])[~old]]
         assert 0 < moved.abs().max() < 0.05 and len(moved.unique(dim=0)) == len(moved)
-    report = inspect(out)
+    # what differs from the command that trained the source
+    assert f"continue training with: --moe-expert-count {num_experts}" in caplog.messages
+    report, copied = inspect(out), "the most loaded" if by == "load" else "each in turn"
     assert report["consistent"] and report["num_experts"] == num_experts
-    assert report["growth"] == [f"4 -> {num_experts} (grow after 7 updates: " + (
-        "copies of the most loaded)" if by == "load" else "copies of each in turn)"
-    )]  # fmt: skip
+    assert report["growth"] == [f"4 -> {num_experts} (grow after 7 updates: copies of {copied})"]
 
 
-def test_grown_resharded_and_shrunk_is_what_it_was(saved, tmp_path):
+def test_grown_resharded_and_shrunk_is_what_it_was(saved, tmp_path, caplog):
+    caplog.set_level("INFO", "fairseq_tutel")
     grown = grow(saved, str(tmp_path / "grown.pt"), 8, ranks=4)
     placed = reshard(grown, str(tmp_path / "placed.pt"), 2)
     check_experts(placed, dict.fromkeys(LAYERS, [0, 0, 1, 1, 2, 2, 3, 3]))
-    load = tmp_path / "load.jsonl"
-    of_eight = [[2, 1, 9, 1, 2, 1, 9, 3], [2, 1, 9, 1, 2, 1, 9, 3]]
-    line = {
-        "update": 9,
-        "layers": {f"decoder.{n}": c for n, c in zip(LAYERS, of_eight, strict=True)},
-    }
-    load.write_text(json.dumps(line) + "\n")
-    back = shrink(placed, str(tmp_path / "back.pt"), 4, load=str(load))
+    layers = dict.fromkeys((f"decoder.{n}" for n in LAYERS), [2, 1, 9, 1, 2, 1, 9, 3])
+    (tmp_path / "load").write_text(json.dumps({"update": 9, "layers": layers}) + "\n")
+    back = shrink(placed, str(tmp_path / "back.pt"), 4, load=str(tmp_path / "load"))
     model = check_experts(back, dict.fromkeys(LAYERS, [0, 1, 3, 3]))
     for layer in LAYERS:  # experts 0, 2, 6 are originals, 7 a copy
         want = Reference(4).model[gate_name(layer)]
         assert torch.equal(model[gate_name(layer)][:3], want[[0, 1, 3]])
     assert [text.split(" (")[0] for text in inspect(back)["growth"]] == ["4 -> 8", "8 -> 4"]
+    assert "continue training with: --moe-expert-count 4" in caplog.messages
 
 
 @pytest.mark.parametrize("how", ["one", "mean"])
@@ -111,7 +104,7 @@ def test_a_dense_ffn_is_the_most_loaded_expert_or_the_mean_by_load(saved, tmp_pa
     model = load_file(to_dense(saved, str(tmp_path / "dense.pt"), how))["model"]
     reference = Reference(4).model
     for layer, load in LOADS.items():
-        for rest in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
+        for rest in EXPERT_SHAPES:
             experts = [reference[expert_name(layer, number, rest)] for number in range(4)]
             want = experts[load.index(max(load))]
             if how == "mean":
@@ -119,17 +112,3 @@ def test_a_dense_ffn_is_the_most_loaded_expert_or_the_mean_by_load(saved, tmp_pa
                 want = (want / sum(load)).float()
             got = model[f"decoder.layers.{layer}.{rest}"]
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
-
-
-def test_the_flags_to_continue_training_with_are_printed(saved, tmp_path, caplog):
-    """Those that differ from the command that trained the source."""
-    caplog.set_level("INFO", "fairseq_tutel")
-    for change, words in (
-        (lambda out: grow(saved, out, 8), "--moe-expert-count 8"),
-        (lambda out: shrink(saved, out, 2), "--moe-expert-count 2"),
-    ):
-        caplog.clear()
-        change(str(tmp_path / f"{words.count(' ')}-{words[-1]}.pt"))
-        assert [
-            r.getMessage() for r in caplog.records if "continue training with" in r.getMessage()
-        ] == [f"continue training with: {words}"]

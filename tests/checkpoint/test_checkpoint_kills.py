@@ -130,7 +130,11 @@ CHANGES = {
     "merge": (old, alone(functools.partial(merge, with_optimizer=True, force=True))),
     "grow": (old, alone(lambda _, path: grow(path, path, 8, in_place=True))),
 }
-SAVES = ("save", "save on rank 0 of 2", "save on rank 1 of 2")
+# with the mark of those whose steps others have, too
+LONG = ("save over a merged file", "save on rank 0 of 2", "merge")
+CASES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CHANGES]
+FAILS = [(name, fail) for name in ("save", "save on rank 1 of 2", "copy")]
+FAILS += [pytest.param(name, fail, marks=pytest.mark.long) for name in LONG[1:]]
 
 
 def is_new(path):
@@ -155,7 +159,7 @@ def ended_by_kill(change, path, at):
     return code == STRUCK
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_job_is_killed_at_any_call(name, tmp_path):
     prepare, change = CHANGES[name]
     path, outcomes, struck = str(tmp_path / "checkpoint_last.pt"), [], True
@@ -173,10 +177,7 @@ def test_a_job_is_killed_at_any_call(name, tmp_path):
     assert outcomes.count(True) > 2 or "rank 1" in name
 
 
-@pytest.mark.parametrize(
-    ("name", "strike"),
-    [*((name, fail) for name in (*SAVES, "copy", "merge")), ("save on rank 1 of 2", end_rank)],
-)
+@pytest.mark.parametrize(("name", "strike"), [*FAILS, ("save on rank 1 of 2", end_rank)])
 def test_a_call_fails(name, strike, tmp_path, monkeypatch):
     """As on a full disk; or one rank alone is killed. All ranks end, and nothing is left."""
     prepare, change = CHANGES[name]
