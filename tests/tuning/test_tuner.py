@@ -1,13 +1,126 @@
-"""The tuner on tables of several ranks' times: without processes, clocks or files."""
+"""Searches and the tuner on times by a cost model, with noise; no processes, clocks or files."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
-import tables
 
+from fairseq_tutel.tuning.search.halving import Search, list_choices, neighbours
 from fairseq_tutel.tuning.search.store import dump, load, read_pinned
 from fairseq_tutel.tuning.search.tuner import MISSING, SLOTS, Key, Tuner, nearest
+
+
+def space(slices=1):
+    """2 algorithms, 4 degrees, and the parallelisms of experts that are cut into slices."""
+    values = {"algorithm": ("linear", "2dh"), "overlap_degree": (1, 2, 4, 8)}
+    if slices > 1:
+        values["r"] = (0, *(r for r in range(1, slices + 1) if slices % r == 0))
+    return list_choices(values)
+
+
+def table(choices, seed):
+    """Microseconds: T(d) = max(2 Ta, Ta + (Ta + Tf)/d, Tf + 2 Ta/d), an overhead per chunk,
+    messages r times as large, weights from S/r ranks; r = 0 gathers all weights, sends no token."""
+    rng = random.Random(seed)
+    exchange, experts = rng.uniform(200, 20000), rng.uniform(200, 20000)
+    hierarchical, overhead = rng.uniform(0.4, 2.5), rng.uniform(0, 400)
+    gather, gather_all = rng.uniform(50, 8000), rng.uniform(5000, 40000)
+    times = []
+    for values in choices:
+        d, r = values["overlap_degree"], values.get("r", 1)
+        a = exchange * r * (hierarchical if values["algorithm"] == "2dh" else 1)
+        time = max(2 * a, a + (a + experts) / d, experts + 2 * a / d) + overhead * (d - 1)
+        times.append(round(gather_all + experts if r == 0 else time + gather / r))
+    return times
+
+
+class Noise:
+    """10% (delays, half a normal distribution) and 5% outliers of three times the time."""
+
+    def __init__(self, seed):
+        self._rng = random.Random(seed)
+
+    def __call__(self, time):
+        factor = 1 + abs(self._rng.gauss(0, 0.1))
+        return round(time * factor * (3 if self._rng.random() < 0.05 else 1))
+
+
+def searched(choices, sample, start=0):
+    """The search at its end; ``sample`` gives the samples of a choice, by number."""
+    search = Search(neighbours(choices), start)
+    while search.round:
+        search.samples = list(sample(search.choice))
+        search.end_trial()
+    return search
+
+
+@pytest.mark.parametrize("slices", [1, 2, 8])
+def test_the_optimum_without_noise_in_few_trials(slices):
+    choices, first = space(slices), []
+    for seed in range(80):
+        times = table(choices, seed)
+        # from any start, as a key whose neighbour has other times
+        search = searched(choices, lambda choice: [times[choice]], seed % len(choices))  # noqa: B023
+        assert times[search.choice] <= 1.06 * min(times)
+        first.append(len(search.trials))
+        assert search.found["trials"] <= 2.2 * first[-1] + 3
+    assert sum(first) / 80 <= (8 if slices == 1 else 14), sum(first)
+
+
+def test_choices_are_listed_and_have_neighbours_by_one_step():
+    choices = list_choices({"overlap_degree": (1, 2, 4), "algorithm": ("a", "b", "c"), "r": (0, 1)})
+    assert [tuple(each.values()) for each in choices[:4]] == [
+        (1, "a", 1), (1, "b", 1), (2, "a", 1), (1, "c", 1)]  # fmt: skip
+    assert choices[-1] == {"overlap_degree": 1, "algorithm": "a", "r": 0} and len(choices) == 10
+    near = [[choices[n] for n in sorted(each)] for each in neighbours(choices)]
+    assert [tuple(each.values()) for each in near[0]] == [(1, "b", 1), (2, "a", 1), (1, "c", 1)]
+    assert near[-1] == []  # nothing is like r = 0
+    many = {"algorithm": ("a", "b", "c"), "overlap_degree": (1, 2, 4, 8), "r": (0, 1, 2, 4, 8)}
+    cut = list_choices(many, 40)
+    assert len(cut) == 40 and cut[:-1] == list_choices(many)[:39] and cut[-1]["r"] == 0
+
+
+def test_ties_go_to_the_simpler_choice():
+    choices = space(2)
+    assert searched(choices, lambda choice: [1000 - choice]).choice == 0
+    assert searched(choices, lambda choice: [1000 - 40 * choice]).choice == len(choices) - 1
+
+
+def test_a_start_that_was_slow_at_first_has_another_chance():
+    """As in the first steps of a process."""
+    choices, tried = space(), []
+
+    def sample(choice):
+        tried.append(choice)
+        return [900] if tried == [0] else [500]
+
+    assert searched(choices, sample).choice == 0 and tried.count(0) > 1
+
+
+def test_r_0_is_left_and_entered_wherever_a_search_begins():
+    choices = space(8)
+    gathered, inside = len(choices) - 1, choices.index(
+        {"algorithm": "linear", "overlap_degree": 2, "r": 2}
+    )  # fmt: skip
+    for seed in range(50):
+        times = table(choices, seed)
+        for begin, fast in ((gathered, max(times)), (inside, 1)):
+            times[gathered] = fast
+            search = searched(choices, lambda choice: [times[choice]], begin)  # noqa: B023
+            assert (search.choice == gathered) == (fast == 1)
+            assert times[search.choice] <= 1.06 * min(times)
+
+
+def test_what_cannot_run_is_passed_over():
+    choices = space()
+    times = table(choices, 4)
+    best = searched(choices, lambda choice: [times[choice]]).choice
+    assert best != 0
+    search = searched(choices, lambda choice: [times[choice]] * (choice != best))
+    assert search.choice != best and search.trials[best] == []
+    assert searched(choices, lambda choice: [], 3).choice == 3
+
 
 KEY = Key("train/float32/M8", 2)
 HERE = {"world": 2}
@@ -40,7 +153,7 @@ def drive(tuners, times, num_steps, key=KEY, lag=0, elapsed=100_000):
 
 
 def tuners(number=RANKS, slices=1, **options):
-    choices = tables.space(slices)
+    choices = space(slices)
     return [Tuner(choices, **{"max_loss": 1.0, **options}) for _ in range(number)]
 
 
@@ -52,7 +165,7 @@ def trials(tuner, number):
 
 def over_hindsight(tuner, phases, steps, seed):
     """Time of short runs with noise over that of the best choices, and the same of the choices."""
-    noise, cost, best = tables.Noise(seed), 0, 0
+    noise, cost, best = Noise(seed), 0, 0
     for bucket, times in phases:
         # the smallest time of four ranks
         least = lambda n: min(noise(times[n]) for _ in range(4))  # noqa: B023, E731
@@ -67,7 +180,7 @@ def test_synthetic_runs_take_at_most_a_tenth_longer_than_the_best_choices(slices
     costs, choices = [], []
     for seed in range(60):
         (tuner,) = tuners(1, slices)
-        phases = [(2, tables.table(tuner.choices, seed))]
+        phases = [(2, table(tuner.choices, seed))]
         cost, found = over_hindsight(tuner, phases, 200, seed)
         costs.append(cost)
         choices += found
@@ -79,7 +192,7 @@ def test_synthetic_runs_take_at_most_a_tenth_longer_than_the_best_choices(slices
 def test_ranks_decide_alike_and_find_the_optimum(lag):
     for seed in range(5):
         ranks = tuners(slices=8)
-        times = tables.table(ranks[0].choices, seed)
+        times = table(ranks[0].choices, seed)
         drive(ranks, times.__getitem__, 150 * (1 + lag), lag=lag)
         assert all(rank.events == ranks[0].events for rank in ranks)
         (decision,) = [event for event in ranks[0].events if event["what"] == "decision"]
@@ -136,7 +249,7 @@ def test_where_nothing_can_be_measured_the_start_is_kept():
 def test_each_key_has_a_search_which_begins_where_its_neighbour_ended():
     ranks = tuners(slices=4)
     for number, name in enumerate("ab"):
-        each, times = Key(name, 0), tables.table(ranks[0].choices, number)
+        each, times = Key(name, 0), table(ranks[0].choices, number)
         drive(ranks, times.__getitem__, 120, each)
         best = ranks[0].searches[each].choice
         assert times[best] <= 1.06 * min(times)
@@ -162,7 +275,7 @@ def test_the_budget_pauses_trials():
 
 def test_a_saved_tuner_goes_on_and_repeats_the_trial_under_way():
     (whole,) = tuners(1, slices=8)
-    times = tables.table(whole.choices, 2).__getitem__
+    times = table(whole.choices, 2).__getitem__
     drive([whole], times, 300)
     for cut in (0, 3, 17, 33, 60, 250):
         before, again = tuners(2, slices=8)
@@ -199,7 +312,7 @@ def test_a_state_of_an_earlier_version_goes_on_with_its_samples():
 
 def test_a_run_is_pinned_to_a_file_and_ranks_with_other_states_are_refused():
     (tuner,), (other, fresh) = tuners(1), tuners(2)
-    drive([tuner], tables.table(tuner.choices, 2).__getitem__, 200)
+    drive([tuner], table(tuner.choices, 2).__getitem__, 200)
     text, choice = dump(tuner, HERE), tuner.choices[tuner.searches[KEY].choice]
     load(text, other, HERE)
     with pytest.raises(ValueError, match="disagree on what the tuner found"):
