@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq import utils as fairseq_utils
 from fairseq.optim.adam import Adam as FairseqAdam32
-from helpers.assertions import rms_ratio
+from helpers.assertions import assert_same_state, rms_ratio
 from helpers.dispatched import spied
 
 from fairseq_tutel import ops
@@ -75,19 +75,25 @@ def test_parameters_are_updated_as_fairseqs_adam_updates_them(dtype):
     assert pair[0].state[ours]["exp_avg"].dtype == torch.float16
 
 
+def stepped(*grads, start=None, scale=1.0, **options):
+    """(parameter, its state) after a step by each gradient; by default from ones."""
+    start = torch.ones_like(grads[0]) if start is None else start
+    param = torch.nn.Parameter(start.clone(memory_format=torch.preserve_format))
+    optimizer = Adam16([param], **{"lr": 0.1, **options})
+    for grad in grads:
+        param.grad = grad
+        optimizer.step(scale=scale)
+    return param, optimizer.state[param]
+
+
 @pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0), torch.tensor([8.0])])
 def test_scale_divides_gradients(scale, monkeypatch):
     # on a GPU these two copy from pageable memory, which waits
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)
-    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
-    optimizers = [Adam16([param], lr=0.1) for param in params]
     grad = torch.randn(64)
-    params[0].grad, params[1].grad = grad.clone(), grad * 8
-    optimizers[0].step()
-    optimizers[1].step(scale=scale)
-    assert torch.equal(params[0], params[1])
-    assert torch.equal(params[1].grad, grad * 8)
+    param, _ = stepped(8 * grad, scale=scale)
+    assert torch.equal(param, stepped(grad)[0]) and torch.equal(param.grad, 8 * grad)
 
 
 @pytest.mark.parametrize("scale", [2.0**-60, 1.0, 3.7, 2.0**60])
@@ -115,22 +121,14 @@ def test_scale_of_zero_subnormal_and_largest_maximum():
 
 
 def test_nonfinite_gradients_spoil_their_own_elements_only():
-    params = [torch.nn.Parameter(torch.ones(6)) for _ in range(2)]
-    grad = torch.tensor([1.0, float("inf"), 2.0, float("nan"), 1e30, 3.0])
-    params[0].grad = grad
-    params[1].grad = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0, 3.0])
-    optimizers = [Adam16([param], lr=0.1) for param in params]
-    for optimizer in optimizers:
-        optimizer.step()
+    param, state = stepped(torch.tensor([1.0, math.inf, 2.0, math.nan, 1e30, 3.0]))
+    other, clean_state = stepped(torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0, 3.0]))
     clean = torch.tensor([0, 2, 5])
-    assert torch.equal(params[0][clean], params[1][clean])
-    assert params[0].isnan().tolist() == [False, True, False, True, False, False]
+    assert torch.equal(param[clean], other[clean])
+    assert param.isnan().tolist() == [False, True, False, True, False, False]
     # 1e30 squared overflows fp32: as in fp32 Adam, the element then stands still
-    assert params[0][4] == 1.0
-    assert torch.equal(
-        optimizers[0].state[params[0]]["exp_avg_sq"][clean],
-        optimizers[1].state[params[1]]["exp_avg_sq"][clean],
-    )
+    assert param[4] == 1.0
+    assert torch.equal(state["exp_avg_sq"][clean], clean_state["exp_avg_sq"][clean])
 
 
 def parameter(value, expert=True):
@@ -140,21 +138,17 @@ def parameter(value, expert=True):
 
 def test_state_of_stacked_experts_equals_that_of_each_expert_alone():
     stacked = parameter(torch.randn(3, 8, 5))
-    alone = [torch.nn.Parameter(expert.clone()) for expert in stacked.detach()]
-    optimizers = Adam16([stacked], lr=0.01), Adam16(alone, lr=0.01)
+    before, optimizer = stacked.detach().clone(), Adam16([stacked], lr=0.01)
     loudness = torch.tensor([1e-4, 1.0, 1e3]).view(3, 1, 1)
-    for grad in gradients(stacked.shape, 6):
-        stacked.grad = grad.float() * loudness
-        for expert, expert_grad in zip(alone, stacked.grad, strict=True):
-            expert.grad = expert_grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    state = optimizers[0].state[stacked]
+    grads = [grad.float() * loudness for grad in gradients(stacked.shape, 6)]
+    for stacked.grad in grads:
+        optimizer.step()
+    state = optimizer.state[stacked]
     assert state["exp_avg_scale"].shape == (3,) and state["exp_avg_sq_scale"].shape == (3,)
     assert state["exp_avg_scale"].unique().numel() == 3
-    for index, expert in enumerate(alone):
+    for index in range(3):
+        expert, own = stepped(*(grad[index] for grad in grads), start=before[index], lr=0.01)
         torch.testing.assert_close(stacked[index], expert)
-        own = optimizers[1].state[expert]
         for name in ("exp_avg", "exp_avg_sq"):  # fp16
             assert rms_ratio(state[name][index], own[name]) < 1e-3, name
             assert torch.equal(state[f"{name}_scale"][index], own[f"{name}_scale"]), name
@@ -186,8 +180,7 @@ def test_state_dict_round_trip_is_exact_and_training_goes_on(dtype, expert, thro
     param = parameter(torch.randn(4, 30).to(dtype), expert)
     optimizer = Adam16([param], lr=0.01)
     grads = [grad.to(dtype) for grad in gradients(param.shape, 6)]
-    for grad in grads[:3]:
-        param.grad = grad
+    for param.grad in grads[:3]:
         optimizer.step()
     saved = {"optimizer": optimizer.state_dict(), "param": param.data}
     if through_fp32:
@@ -200,18 +193,14 @@ def test_state_dict_round_trip_is_exact_and_training_goes_on(dtype, expert, thro
     restored = Adam16([other], lr=0.5)
     restored.load_state_dict(saved["optimizer"])
     before = copy.deepcopy(saved["optimizer"]["state"][0])
-    for key, value in optimizer.state[param].items():
-        new = restored.state[other][key]
-        same = torch.equal(value, new) if torch.is_tensor(value) else value == new
-        assert same and type(value) is type(new), key
-        assert not torch.is_tensor(value) or value.dtype == new.dtype, key
+    assert_same_state(restored.state[other], optimizer.state[param])
     for grad in grads[3:]:
         param.grad, other.grad = grad, grad.clone()
         optimizer.step()
         restored.step()
     assert torch.equal(param, other)
-    for name in ("exp_avg", "exp_avg_sq"):  # no memory is shared with the checkpoint
-        assert torch.equal(saved["optimizer"]["state"][0][name], before[name])
+    # no memory is shared with the checkpoint
+    assert_same_state(saved["optimizer"]["state"][0], before)
 
 
 @pytest.mark.parametrize("expert", [False, True])
@@ -242,13 +231,8 @@ def test_conversion_from_and_to_fp32_adam(expert):
 
 def test_state_of_apexs_optimizer_with_number_scales_is_kept_bit_for_bit():
     param = parameter(torch.randn(2, 6))
-    apex = {
-        "step": 7,
-        "exp_avg": torch.randn(2, 6).half(),
-        "exp_avg_sq": torch.rand(2, 6).half(),
-        "exp_avg_scale": 0.003,
-        "exp_avg_sq_scale": torch.tensor(1e-8 + 3e-7),
-    }
+    apex = {"step": 7, "exp_avg": torch.randn(2, 6).half(), "exp_avg_sq": torch.rand(2, 6).half(),
+            "exp_avg_scale": 0.003, "exp_avg_sq_scale": torch.tensor(1e-8 + 3e-7)}  # fmt: skip
     state = quantize_state(apex, param)
     assert torch.equal(state["exp_avg"], apex["exp_avg"]) and state["step"] == 7
     assert state["exp_avg_scale"].tolist() == pytest.approx([0.003, 0.003])
@@ -262,37 +246,28 @@ def test_state_of_apexs_optimizer_with_number_scales_is_kept_bit_for_bit():
 
 
 def test_parameters_without_contiguous_memory_or_without_elements():
-    param = torch.nn.Parameter(torch.randn(6, 4).t())
-    same = torch.nn.Parameter(param.detach().contiguous())
-    empty = torch.nn.Parameter(torch.zeros(0, 3))
-    param.grad, empty.grad = torch.randn(6, 4).t(), torch.zeros(0, 3)
-    same.grad = param.grad.contiguous()
-    Adam16([param, empty], lr=0.1).step()
-    Adam16([same], lr=0.1).step()
+    start, grad = torch.randn(6, 4).t(), torch.randn(6, 4).t()
+    param, _ = stepped(grad, start=start)
+    same, _ = stepped(grad.contiguous(), start=start.contiguous())
     torch.testing.assert_close(param, same, check_stride=False)
-    assert not param.is_contiguous()
+    assert not param.is_contiguous() and same.is_contiguous()
+    stepped(torch.zeros(0, 3))
 
 
-def test_small_parameters_are_stepped_together(monkeypatch):
-    """One call for all that share a dtype, with the results of one call for each."""
-
+def test_small_parameters_are_stepped_together_as_alone(monkeypatch):
     def results(smallest):
         torch.manual_seed(0)
         monkeypatch.setattr(adam16, "_SMALL", smallest)
-        params = [torch.nn.Parameter(torch.randn(size)) for size in (3, 40, 7)]
-        params += [torch.nn.Parameter(torch.randn(5).half()), torch.nn.Parameter(torch.randn(200))]
-        optimizer = adam16.Adam16(params, lr=0.1)
-        together, alone = (
-            spied(monkeypatch, ops, name) for name in ("adam16_steps_", "adam16_step_")
-        )
+        params = [torch.nn.Parameter(torch.randn(size)) for size in (3, 40, 7, 200)]
+        params.append(torch.nn.Parameter(torch.randn(5).half()))
+        optimizer = Adam16(params, lr=0.1)
+        calls = spied(monkeypatch, ops, "adam16_steps_")
         for _ in range(2):
             for param in params:
                 param.grad = torch.randn(param.shape).to(param.dtype)
             optimizer.step()
         states = [value for state in optimizer.state.values() for value in state.values()]
-        return [*params, *map(torch.as_tensor, states)], len(together), len(alone)
+        return [*params, *map(torch.as_tensor, states)], len(calls)
 
-    many, *counts = results(100)
-    each, *others = results(0)
-    assert (counts, others) == ([4, 2], [0, 10])
-    assert all(map(torch.equal, many, each))
+    (many, calls), (each, others) = results(100), results(0)
+    assert (calls, others) == (4, 0) and all(map(torch.equal, many, each))

@@ -20,23 +20,21 @@ M, STEPS = 8, 3
 
 # what holds process groups in a layer
 LAYERS = {
-    "overlapped": lambda: {"num_experts": 4, "exchange": ExchangeConfig("2dh", overlap_degree=2)},
-    "gathered": lambda: {"num_experts": 4, "exchange": ExchangeConfig(r=0)},
-    "sliced": lambda: {"num_experts": 1, "groups": build_groups(1, placement="sliced")},
-    "replicated": lambda: {"num_experts": 1},
-    "own": lambda: {"num_experts": 4, "expert_fn": lambda: nn.Linear(M, M)},
-    "tied": lambda: {"groups": build_groups(4, expert_parallel_size=1), **tied(nn.Linear(M, M))},
-}
-
-
-def tied(common):
-    """Own experts that share a layer."""
-    return {"num_experts": 4, "expert_fn": lambda: nn.Sequential(nn.Linear(M, M), common)}
+    "overlapped": lambda own: (4, {"exchange": ExchangeConfig("2dh", overlap_degree=2)}),
+    "gathered": lambda own: (4, {"exchange": ExchangeConfig(r=0)}),
+    "sliced": lambda own: (1, {"groups": build_groups(1, placement="sliced")}),
+    "replicated": lambda own: (1, {}),
+    "own": lambda own: (4, {"expert_fn": lambda: nn.Linear(M, M)}),
+    # own experts that share a layer
+    "tied": lambda own: (4, {"expert_fn": lambda: nn.Sequential(nn.Linear(M, M), own),
+                             "groups": build_groups(4, expert_parallel_size=1)}),
+}  # fmt: skip
 
 
 def build(kind):
     torch.manual_seed(0)
-    layer = MoELayer(M, top_k=1, capacity_factor=0.0, seed=1, **LAYERS[kind]())
+    experts, options = LAYERS[kind](nn.Linear(M, M))
+    layer = MoELayer(M, experts, top_k=1, capacity_factor=0.0, seed=1, **options)
     block: Any = nn.Sequential(nn.Linear(M, M), layer)
     return nn.TransformerEncoder(block, 2).layers
 

@@ -1,4 +1,4 @@
-"""What data parallelism around experts refuses, freezes and skips; training: test_toy_host.py."""
+"""What data parallelism around experts refuses, freezes and shards; training: test_toy_host.py."""
 
 import contextlib
 import copy
@@ -12,18 +12,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fairseq_tutel import training
-from fairseq_tutel.distributed import ExpertParallelGroups, build_groups, process_world
+from fairseq_tutel.distributed import ExpertParallelGroups, build_groups, process_world, share_out
 from fairseq_tutel.moe import MoELayer, replace_ffn
 
 DIM, PER_RANK, MAX_NORM = 8, 6, 0.1
 
 
 class Model(nn.Module):
-    def __init__(self, num_experts):
+    def __init__(self, num_experts, **options):
         super().__init__()
         self.inner = nn.Linear(DIM, DIM)
-        options = {"capacity_factor": 0.0, "top_k": min(2, num_experts)}
-        self.moe = MoELayer(DIM, num_experts, 2 * DIM, seed=3, **options)
+        hidden = None if options else 2 * DIM
+        options = {"capacity_factor": 0.0, "top_k": min(2, num_experts), **options}
+        self.moe = MoELayer(DIM, num_experts, hidden, seed=3, **options)
 
     def forward(self, x):
         # without the aux loss, which is not linear in the tokens of a rank
@@ -34,18 +35,6 @@ def shard(module, **options):
     from torch.distributed.fsdp import fully_shard  # torch 2.6
 
     return fully_shard(module, mesh=init_device_mesh("cpu", (process_world()[1],)), **options)
-
-
-def tied(where):
-    """A model whose own experts share a parameter with each other or with its dense part."""
-    model = Model(4)
-    common = model.inner if where == "model" else nn.Linear(DIM, DIM)
-    make = lambda: nn.Sequential(nn.Linear(DIM, DIM), common)  # noqa: E731
-    options = {"expert_fn": make} if where == "expert_fn" else {"experts": [make(), make()]}
-    if where == "model":
-        options = {"experts": [make(), nn.Linear(DIM, DIM)]}
-    model.moe = MoELayer(DIM, 4, **options)
-    return model
 
 
 def unprepared(kind):
@@ -82,11 +71,15 @@ def test_wrong_wrapping_is_refused():
     for kind in ("never", "copied", "updated", "unfrozen"):
         with pytest.raises(ValueError, match="not prepared .* net = .*wrap_data_parallel.model"):
             step_alone(*unprepared(kind))
-    for place in ("expert_fn", "experts"):
+    common = nn.Linear(DIM, DIM)
+    make = lambda: nn.Sequential(nn.Linear(DIM, DIM), common)  # noqa: E731
+    for options in ({"expert_fn": make}, {"experts": [make(), make()]}):
         with pytest.raises(ValueError, match="experts 0 and 1 of this rank share 1.weight"):
-            tied(place)
+            Model(4, **options)
+    model = Model(4, experts=[make(), nn.Linear(DIM, DIM)])
+    model.inner = common
     with pytest.raises(ValueError, match="inner.weight is also moe.experts.0.1.weight"):
-        training.wrap_data_parallel(tied("model"))
+        training.wrap_data_parallel(model)
     # evaluation, frozen experts, and gradients that the program averages itself
     model = Model(4)
     model.moe.experts.requires_grad_(False)
@@ -196,26 +189,6 @@ def test_an_overflow_that_one_rank_alone_sees_is_refused():
         run_ranks(overflow, 2, torch.amp.GradScaler, timeout=30)
 
 
-@on_ranks(2)
-def test_replicas_of_one_expert_stay_equal():
-    """Ranks that exchange nothing may make different numbers of forward passes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), MoELayer(DIM, 1, 2 * DIM, top_k=1))
-    net = training.wrap_data_parallel(model)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        for _ in range(1 + process_world()[0]):
-            model(torch.randn(PER_RANK, DIM))
-        net(torch.randn(PER_RANK, DIM)).square().mean().backward()
-        training.clip_grad_norm_(net, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    for param in model.parameters():
-        theirs = param.detach().clone()
-        dist.broadcast(theirs, 0)
-        assert torch.equal(param, theirs)
-
-
 class Counting(nn.Linear):
     def __init__(self):
         super().__init__(DIM, DIM)
@@ -231,12 +204,11 @@ def seeded_by_rank(kind):
         model = nn.Sequential(nn.Linear(DIM, DIM), mlp)
         replace_ffn(model, "^1$", 2, copy_weights=True, **options)
         return model
-    if kind == "sliced":
-        options["groups"] = build_groups(2, placement="sliced")
-    elif kind == "expert_fn":
-        options["expert_fn"] = Counting
-    elif kind == "experts":
-        options["experts"] = [Counting() for _ in build_groups(2).local_experts]
+    options |= {
+        "sliced": lambda: {"groups": build_groups(2, placement="sliced")},
+        "expert_fn": lambda: {"expert_fn": Counting},
+        "experts": lambda: {"experts": [Counting() for _ in build_groups(2).local_experts]},
+    }.get(kind, dict)()
     layer = MoELayer(DIM, 2, None if kind.startswith("expert") else 16, **options)
     layer.experts.requires_grad_(kind != "frozen")
     return nn.Sequential(nn.Linear(DIM, DIM), layer)
@@ -261,3 +233,31 @@ def test_ranks_seeded_differently_hold_equal_replicas(prepare):
             assert torch.equal(tensor, before[rank if kept else rank % 2]), (kind, name)
             is_zero = not drawn[name].any()
             assert is_zero or torch.equal(found[0], found[2]) == (not kept), (kind, name)
+
+
+@on_ranks(2)
+def test_a_rank_steps_its_own_experts_and_some_of_the_rest():
+    layers = nn.Linear(4, 40), nn.Linear(40, 4), MoELayer(4, 2, hidden_dim=8, seed=0)
+    model = nn.Sequential(*layers)
+    matrices, _ = training.matrix_parameters(model)
+    optimizer = torch.optim.SGD(matrices, lr=0.1, momentum=0.9)
+    for _ in range(2):  # once more changes nothing
+        training.shard_optimizer(optimizer)
+    training.wrap_data_parallel(model)(torch.randn(6, 4)).square().sum().backward()
+    training.clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    late = torch.optim.AdamW(layers[0].parameters())
+    late.step()
+    with pytest.raises(ValueError, match="before it has state"):
+        training.shard_optimizer(late)
+    # the matrices of an expert, and one of two of linear layers; the gate's is with the first
+    assert len(optimizer.state) == 2 + (2, 1)[process_world()[0]]
+
+
+def test_tensors_are_shared_out_evenly():
+    assert share_out([3, 8, 3, 5, 1], 2) == [1, 0, 0, 1, 1]
+    assert share_out([], 3) == [] and share_out([1, 1], 1) == [0, 0]
+    sizes, loads = [(7 * i) % 23 + 1 for i in range(100)], [0] * 4
+    for size, owner in zip(sizes, share_out(sizes, 4), strict=True):
+        loads[owner] += size
+    assert max(loads) - min(loads) <= 1

@@ -16,6 +16,7 @@ from fairseq_tutel.training.adam16 import Adam16
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
 
 DIM, EXPERTS = 4, 2
+NEAR = 1e-4  # a step more or less changes AdamW's weights by 0.026
 
 
 class Model(nn.Module):
@@ -86,7 +87,6 @@ def test_any_number_of_ranks_reads_what_sets_hold(tmp_path):
     alone = load(tmp_path)
     for state in (in_slices, run_ranks(load, 2, str(tmp_path))[0]):
         assert_same_state(state, alone)
-
     # whose names are those of one process, for torch's own means
     plain = Model("sliced").state_dict()
     dcp.load({"run": {"model": plain}}, checkpoint_id=tmp_path / "dcp")
@@ -100,16 +100,18 @@ def muon(model):
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
 
 
+def one(make, **options):
+    return lambda model: [make(model.parameters(), lr=0.02, **options)]
+
+
 OPTIMIZERS = {
-    "AdamW": lambda model: [torch.optim.AdamW(model.parameters(), lr=0.02)],
-    "Adam16": lambda model: [Adam16(model.parameters(), lr=0.02)],
+    "AdamW": one(torch.optim.AdamW),
+    "Adam16": one(Adam16),
     "Muon": muon,
-    "NAdam": lambda model: [torch.optim.NAdam(model.parameters(), lr=0.02)],
-    "Rprop": lambda model: [torch.optim.Rprop(model.parameters(), lr=0.02)],
-    "SGD": lambda model: [
-        torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, dampening=0.5)
-    ],
-    "SGD without state": lambda model: [torch.optim.SGD(model.parameters(), lr=0.02)],
+    "NAdam": one(torch.optim.NAdam),
+    "Rprop": one(torch.optim.Rprop),
+    "SGD": one(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "SGD without state": one(torch.optim.SGD),
 }
 
 
@@ -121,11 +123,6 @@ def three_steps(model, optimizers):
             optimizer.step()
             optimizer.zero_grad()
     return training.full_state_dict(model)
-
-
-def assert_near(found, wanted):
-    """A step more or less changes AdamW's weights by 0.026."""
-    assert_tensors_close(found, wanted, 1e-4)
 
 
 def entries(state):
@@ -152,12 +149,12 @@ def test_a_save_before_the_first_step_makes_none(kind, tmp_path):
         assert not optimizer.state and not getattr(optimizer, "_opt_called", False)
         optimizer._optimizer_step_post_hooks.clear()
     saved = entries(state)
-    assert_near(three_steps(model, optimizers), wanted)
+    assert_tensors_close(three_steps(model, optimizers), wanted, NEAR)
     assert entries(state) == saved
 
     dcp.load({"run": state}, checkpoint_id=tmp_path)
     assert not any(optimizer.state for optimizer in optimizers)
-    assert_near(three_steps(model, optimizers), wanted)
+    assert_tensors_close(three_steps(model, optimizers), wanted, NEAR)
 
 
 def save_first(folder):
@@ -170,9 +167,9 @@ def save_first(folder):
     wanted = three_steps(model, [optimizer])
     dcp.load(state, checkpoint_id=f"{folder}/first")
     assert not optimizer.state
-    assert_near(three_steps(model, [optimizer]), wanted)
+    assert_tensors_close(three_steps(model, [optimizer]), wanted, NEAR)
     model, optimizer = make()
-    assert_near(three_steps(model, [optimizer]), wanted)
+    assert_tensors_close(three_steps(model, [optimizer]), wanted, NEAR)
 
 
 def test_ranks_with_a_sharded_optimizer_save_before_the_first_step(tmp_path):

@@ -1,6 +1,7 @@
 """One gradient rule for experts, and a norm that every rank sees."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -53,29 +54,20 @@ def reduced():
 @pytest.mark.parametrize(("num_experts", "size"), PLACED)
 def test_gradients_and_norm_follow_the_rule(num_experts, size, normalization):
     """Sum over all ranks / W, or sqrt(min(E, W)) times that, however the experts are placed."""
-    exchange = size or min(num_experts, W)
-    replicas = W // exchange
-    factor = 1 if normalization == "world_size" else math.sqrt(min(num_experts, W))
-    sq_norm = 0.0
-    for expert in range(num_experts):
-        local = num_experts // exchange
-        holders = [r for r in range(W) if r % exchange == expert // local]
-        assert len(holders) == replicas
-        for number in range(2):
-            rows = [
-                [1.0 + r + 10 * expert, -1.0] if r != 1 or number == 0 else [0.0, 0.0]
-                for r in holders
-            ]
-            want = [sum(column) / W * factor for column in zip(*rows, strict=True)]
-            for rank in holders:
-                grads, _, _ = reduced()[rank][num_experts, size, normalization]
-                if grads[number] is None:
-                    assert want == [0.0, 0.0]
-                else:
-                    assert grads[number][expert % local].tolist() == pytest.approx(want)
-            sq_norm += sum(v * v for v in want)
-    for found in reduced():
-        got, dtype = found[num_experts, size, normalization][1:]
+    exchange, sq_norm = size or min(num_experts, W), 0.0
+    local = num_experts // exchange
+    factor = (1 if normalization == "world_size" else math.sqrt(min(num_experts, W))) / W
+    found = [each[num_experts, size, normalization] for each in reduced()]
+    for expert, number in itertools.product(range(num_experts), range(2)):
+        holders = range(expert // local, W, exchange)
+        given = [r for r in holders if r != 1 or number == 0]
+        want = [factor * sum(1.0 + r + 10 * expert for r in given), -factor * len(given)]
+        for grads, _, _ in (found[rank] for rank in holders):
+            grad = grads[number]
+            got = [0.0, 0.0] if grad is None else grad[expert % local].tolist()
+            assert got == pytest.approx(want)
+        sq_norm += sum(v * v for v in want)
+    for _, got, dtype in found:
         assert got == pytest.approx(sq_norm, rel=1e-6) and dtype == torch.float32
 
 

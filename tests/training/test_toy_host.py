@@ -1,7 +1,6 @@
 """A host that is defined here trains, saves and resumes with the public functions of hosts.
 
-A step has the same four micro-batches on any number of ranks. The reference is one process with
-torch's own loop, for a model with experts and for a dense one.
+A step has the same micro-batches on any number of ranks, and in the reference: torch's own loop.
 """
 
 import copy
@@ -60,37 +59,45 @@ class Model(nn.Module):
         return self.scale * (x + checkpoint(self.layers[1], x, use_reentrant=False))
 
 
+def prepared(model):
+    """A model in torch's DDP; a copy of its experts has lost marks and hooks."""
+    training.prepare_data_parallel(model)
+    if training.expert_parameters(model):
+        model.layers[0].experts = copy.deepcopy(model.layers[0].experts)
+    training.prepare_data_parallel(model)
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def half(model):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return training.shard_dense(model, mp_policy=policy)
+
+
+WRAP = {"alone": lambda model: model, "wrap": training.wrap_data_parallel, "prepare": prepared,
+        "half": half, "shard_dense": training.shard_dense}  # fmt: skip
+
+
 class ToyTrainer:
     """The loop, the optimizer, the schedule and the files of a host."""
 
     def __init__(self, experts, how):
-        self.model = self.net = model = Model(experts)
-        self.experts = experts
         rank, world_size = process_world()
+        how = how if world_size > 1 else "alone"
+        self.model, self.experts = Model(experts), experts
         with torch.no_grad():
-            model.inner.weight.add_(rank)  # rank 0's count
-        if how == "wrap":
-            self.net = training.wrap_data_parallel(model)
-        elif how == "prepare":
-            training.prepare_data_parallel(model)
-            if experts:  # a copy has lost marks and hooks
-                model.layers[0].experts = copy.deepcopy(model.layers[0].experts)
-            training.prepare_data_parallel(model)
-            self.net = nn.parallel.DistributedDataParallel(model)
-        elif how == "half":
-            from torch.distributed.fsdp import MixedPrecisionPolicy
-
-            training.shard_dense(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        elif how == "shard_dense":
-            training.shard_dense(model)
-        for name, param in model.named_parameters():
+            self.model.inner.weight.add_(rank)  # rank 0's count
+        self.net = WRAP[how](self.model)
+        for name, param in self.model.named_parameters():
             sharded = how in ("half", "shard_dense") and ".experts." not in name
-            assert is_sharded(param) == (sharded and world_size > 1), name
-            assert param.dtype == torch.float32, name
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+            assert is_sharded(param) == sharded and param.dtype == torch.float32, name
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
         if how == "wrap":
             training.shard_optimizer(self.optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        run = training.DistributedState(self.net, self.optimizer)
+        self.stateful = {"run": run, "schedule": self.schedule}
 
     @property
     def step(self):
@@ -102,28 +109,24 @@ class ToyTrainer:
                 self.net.set_requires_gradient_sync(number == len(batches))
             with training.collect_aux(self.model) as aux:
                 loss = (self.net(x) - x.roll(1, -1)).square().mean()
-            self.check(aux)
+            found = [name for name, _ in aux.layers]
+            assert found == (["layers.0", "layers.1"] if self.experts else [])
             ((loss + 0.1 * aux.loss) / len(batches)).backward()
         norm = training.clip_grad_norm_(self.net, MAX_NORM)
         assert norm > MAX_NORM
         self.optimizer.step()
         if not self.experts:
+            assert aux.loss == 0 and not (aux.load or aux.metrics_dict() or aux.utilisation())
             training.update_load_bias(self.net, [aux])
         self.schedule.step()
         self.optimizer.zero_grad()
         return norm.item()
 
-    def check(self, aux):
-        if self.experts:
-            assert [name for name, _ in aux.layers] == ["layers.0", "layers.1"]
-        else:
-            assert aux.loss == 0 and not (aux.layers or aux.load or aux.metrics_dict())
-            assert aux.utilisation() == {}
-
-    @property
-    def stateful(self):
-        run = training.DistributedState(self.net, self.optimizer)
-        return {"run": run, "schedule": self.schedule}
+    def half(self):
+        """Norms of half of the updates."""
+        rank, world_size = process_world()
+        share = slice(rank * MICRO_BATCHES // world_size, (rank + 1) * MICRO_BATCHES // world_size)
+        return [self.update(micro_batches(self.step)[share]) for _ in range(HALF)]
 
     def save(self, path):
         extra = {"step": self.step, "schedule": self.schedule.state_dict()}
@@ -147,16 +150,10 @@ def micro_batches(step):
     return torch.randn(MICRO_BATCHES, 6, DIM, generator=generator)
 
 
-def half(trainer):
-    rank, world_size = process_world()
-    share = slice(rank * MICRO_BATCHES // world_size, (rank + 1) * MICRO_BATCHES // world_size)
-    return [trainer.update(micro_batches(trainer.step)[share]) for _ in range(HALF)]
-
-
 def start(experts, how, path=None):
     """(whole model after half of the updates, norms); saved there."""
-    trainer = ToyTrainer(experts, how if process_world()[1] > 1 else "alone")
-    norms = half(trainer)
+    trainer = ToyTrainer(experts, how)
+    norms = trainer.half()
     if path:
         trainer.save(path)
     return training.full_state_dict(trainer.net), norms
@@ -164,12 +161,12 @@ def start(experts, how, path=None):
 
 def go_on(experts, how, path, files="set"):
     """Whole models as loaded and after the other half of the updates."""
-    trainer = ToyTrainer(experts, how if process_world()[1] > 1 else "alone")
+    trainer = ToyTrainer(experts, how)
     trainer.resume(path, files)
     trained = [param for param in trainer.model.parameters() if param.requires_grad]
     assert (len(trainer.optimizer.state) < len(trained)) == (how == "wrap")  # a part of it
     loaded = training.full_state_dict(trainer.net)
-    half(trainer)
+    trainer.half()
     return loaded, training.full_state_dict(trainer.net)
 
 
@@ -231,12 +228,8 @@ RESUMED = {
     2: [(EXPERTS, "shard_dense", "prepare", "set"), (EXPERTS, "wrap", "shard_dense", "dcp")],
     4: [
         (EXPERTS, "wrap", "prepare", "set"),
-        (EXPERTS, "wrap", "shard_dense", "set"),
-        (EXPERTS, "shard_dense", "wrap", "set"),
-        (0, "wrap", "shard_dense", "set"),
-        (0, "wrap", "shard_dense", "dcp"),
-        (0, "shard_dense", "wrap", "set"),
-        (0, "shard_dense", "wrap", "dcp"),
+        *((e, *hows, "set") for e in KINDS for hows in (HOWS, HOWS[::-1])),
+        *((0, *hows, "dcp") for hows in (HOWS, HOWS[::-1])),
     ],
 }
 
@@ -256,18 +249,6 @@ def test_half_precision_inside():
         assert 1e-5 < abs(first / norms[0] - 1) < 0.05
         assert rest == pytest.approx(norms[1:], rel=0.25)  # rounding grows from step to step
         assert all(rms_ratio(value, state[name]) < 0.15 for name, value in own.items())
-
-
-def test_collecting_changes_nothing_for_the_caller():
-    layer, x = MoELayer(DIM, EXPERTS), torch.randn(5, DIM)
-    layer.eval()
-    y, aux = layer(x, return_aux=True)
-    with training.collect_aux(layer) as found:
-        again, own = layer(x, return_aux=True)
-        assert torch.equal(layer(x), y) and torch.equal(again, y)
-    assert [name for name, _ in found.layers] == ["", ""] and found.layers[0][1] is own
-    assert torch.equal(found.loss, 2 * aux.loss)
-    assert not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def _wrong_blocks():

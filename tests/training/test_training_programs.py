@@ -1,4 +1,4 @@
-"""scripts/examples/plain_pytorch.py, as its first lines say to start it."""
+"""Whole programs: scripts/examples/plain_pytorch.py, and one without POSIX's own names."""
 
 import re
 import sys
@@ -35,3 +35,34 @@ def test_trains_saves_and_resumes_at_other_numbers_of_ranks(tmp_path):
     # a rank's aux loss is of its own tokens, so ranks agree up to its small weight
     assert [norms[step] for step in alone] == pytest.approx(list(alone.values()), rel=2e-2)
     assert names_in(tmp_path / "run") == set_names("checkpoint_last", 1)
+
+
+_PROGRAM = """
+import os, signal, sys
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "pty"):
+    sys.modules[name] = None  # importing it raises ImportError
+for name in dir(signal):
+    if name.startswith("SIG") and not name.startswith("SIG_") and name not in (
+        "SIGABRT", "SIGBREAK", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM"
+    ):
+        delattr(signal, name)
+for name in ("pthread_sigmask", "sigwait", "SIG_BLOCK", "SIG_UNBLOCK", "SIG_SETMASK"):
+    delattr(signal, name)
+import torch  # it may use what it finds
+for name in ("O_DIRECTORY", "sched_getaffinity", "sched_setaffinity", "fork", "getuid", "uname"):
+    delattr(os, name)
+
+import fairseq_tutel.checkpoint
+from fairseq_tutel import training
+from fairseq_tutel.moe import MoELayer
+
+path = sys.argv[1]
+layer = MoELayer(8, 2)
+layer(torch.randn(4, 8)).sum().backward()
+training.save_checkpoint(path, layer, torch.optim.SGD(layer.parameters(), lr=0.1), {"step": 3})
+assert training.load_checkpoint(path, MoELayer(8, 2)) == {"step": 3}
+"""
+
+
+def test_without_the_names_of_posix(tmp_path):
+    commands.run([sys.executable, "-c", _PROGRAM, str(tmp_path / "run" / "checkpoint_last.pt")])
