@@ -10,15 +10,7 @@ import torch
 from checkpoint_helpers import Reference, run_ranks
 from helpers.sets import as_earlier, names_in, set_names
 
-from fairseq_tutel.checkpoint import (
-    CheckpointError,
-    copy_set,
-    find_sets,
-    inspect,
-    load_for_rank,
-    merge,
-    remove_set,
-)
+from fairseq_tutel import checkpoint
 from fairseq_tutel.checkpoint.growth import grow
 
 OLD, NEW = (Reference(4, seed=seed, layers=(1,)) for seed in (1, 2))
@@ -109,14 +101,14 @@ def old(path):
 
 
 def earlier(path):
-    remove_set(path)
+    checkpoint.remove_set(path)
     old(path)
     as_earlier(path)
 
 
 def merged(path):
     old(path)
-    merge(path, f"{path}_merged.pt", with_optimizer=True)
+    checkpoint.merge(path, f"{path}_merged.pt", with_optimizer=True)
     os.replace(f"{path}_merged.pt", path)
 
 
@@ -126,8 +118,8 @@ CHANGES = {
     "save over an earlier form": (earlier, save_on(1)),
     "save on rank 0 of 2": (old, save_on(2)),
     "save on rank 1 of 2": (old, save_on(2, victim=1)),
-    "copy": (old, alone(copy_set)),
-    "merge": (old, alone(functools.partial(merge, with_optimizer=True, force=True))),
+    "copy": (old, alone(checkpoint.copy_set)),
+    "merge": (old, alone(functools.partial(checkpoint.merge, with_optimizer=True, force=True))),
     "grow": (old, alone(lambda _, path: grow(path, path, 8, in_place=True))),
 }
 # with the mark of those whose steps others have, too
@@ -139,9 +131,9 @@ FAILS += [pytest.param(name, fail, marks=pytest.mark.long) for name in LONG[1:]]
 
 def is_new(path):
     """Whether the checkpoint is the new one; it is whole in either case."""
-    state = load_for_rank(path, rank=0, world_size=1)
+    state = checkpoint.load_for_rank(path, rank=0, world_size=1)
     if state["moe_checkpoint"]["num_experts"] == 8:
-        return inspect(path)["consistent"]
+        return checkpoint.inspect(path)["consistent"]
     seed = state["cfg"]["model"]["seed"]
     {1: OLD, 2: NEW}[seed].check_loadable(path)
     return seed == 2
@@ -191,7 +183,7 @@ def test_a_call_fails(name, strike, tmp_path, monkeypatch):
             watch = functools.partial(Calls, patches, at, strike)
             try:
                 change(path, lambda watch=watch: calls.append(watch()))
-            except (CheckpointError, OSError, Alone) as failure:
+            except (checkpoint.CheckpointError, OSError, Alone) as failure:
                 error = failure
         saved = is_new(path)
         assert saved == (error is None or "saved, but" in str(error)), error
@@ -205,10 +197,10 @@ def test_a_removal_is_killed_at_any_call(tmp_path):
     while struck:
         at += 1
         old(path)
-        struck = ended_by_kill(alone(lambda _, path: remove_set(path)), path, at)
-        listed = [*find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")]
+        struck = ended_by_kill(alone(lambda _, path: checkpoint.remove_set(path)), path, at)
+        listed = [*checkpoint.find_sets(str(tmp_path), r"checkpoint_\d+_(\d+)\.pt")]
         assert listed == [path] * bool(os.listdir(tmp_path))
-        remove_set(path)
+        checkpoint.remove_set(path)
         assert not os.listdir(tmp_path)
     assert at == 5
 

@@ -3,22 +3,15 @@
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
 import yaml
-from helpers.saved import SavedBytes
 from omegaconf import OmegaConf
 
 from fairseq_tutel.distributed import possible_r
-from fairseq_tutel.integrations.fairseq.criterions import (
-    MoECrossEntropyCriterion,
-    MoELabelSmoothedCrossEntropyCriterion,
-)
 from fairseq_tutel.plan.compose import load_command, load_config
 from fairseq_tutel.plan.gpu_memory import count_memory, make_layers
 from fairseq_tutel.plan.hardware import load_hardware
-from fairseq_tutel.plan.parameters import build_model, count_parameters
+from fairseq_tutel.plan.parameters import count_parameters
 from fairseq_tutel.plan.settings import read_settings
 from fairseq_tutel.plan.work import count_traffic, count_work
 
@@ -80,41 +73,3 @@ def work_of(settings, parameters=None):
     """Operations and traffic of a run."""
     parameters = parameters or count_parameters(settings)
     return count_work(settings, parameters, count_traffic(settings, parameters))
-
-
-def build_without_dropout(settings):
-    """The CPU's attention without tables of scores has no dropout, unlike a GPU's."""
-    return build_model(settings.replace(model={"attention_dropout": 0.0}))
-
-
-def training_loss(settings, model):
-    """A function that runs the model and its criterion once and returns the loss."""
-    dictionary, pairs = model.decoder.dictionary, hasattr(model, "encoder")
-    task = SimpleNamespace(target_dictionary=dictionary, source_dictionary=dictionary)
-    kind = MoELabelSmoothedCrossEntropyCriterion if pairs else MoECrossEntropyCriterion
-    criterion = kind(task, sentence_avg=False)
-    shape = (settings.batch_size, settings.tokens_per_sample)
-    tokens = torch.randint(4, settings.vocabulary, shape)
-    given = {"src_tokens": tokens, "src_lengths": torch.full(shape[:1], shape[1])}
-    if pairs:
-        given["prev_output_tokens"] = tokens.roll(1, 1)
-    sample = {"net_input": given, "target": tokens, "ntokens": tokens.numel()}
-    return lambda: criterion(model, sample)[0]
-
-
-def check_activations(settings, dtype=torch.float32):
-    """Compare what autograd saves in a forward pass with what the planner counts."""
-    model = build_without_dropout(settings).to(dtype)
-    loss = training_loss(settings, model)
-    with SavedBytes(*model.parameters()) as saved:
-        loss()
-    measured = saved.total(without_last_dim=settings.vocabulary)
-    memory = memory_of(settings)
-    predicted = memory.activations
-    if not settings.model.checkpoint_activations:
-        predicted += memory.dispatch
-        # the CPU's attention of a stack to itself writes its result in sentence order
-        width = settings.precision.element * settings.model.decoder_embed_dim
-        predicted -= sum(each.layers for each in settings.stacks) * settings.tokens * width
-    # tables of the routing, masks and norms' statistics are not counted
-    assert predicted <= measured <= 1.1 * predicted

@@ -1,23 +1,20 @@
 """Parameter counts against models on the meta device, activations against what autograd saves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from plan_helpers import (
-    A100,
-    build_without_dropout,
-    check_activations,
-    memory_of,
-    pairs,
-    settings_of,
-    small,
-    training_loss,
-    work_of,
-)
+from helpers.saved import SavedBytes
+from plan_helpers import A100, memory_of, pairs, settings_of, small, work_of
 
 from fairseq_tutel.backends import torch as torch_backend
+from fairseq_tutel.integrations.fairseq.criterions import (
+    MoECrossEntropyCriterion,
+    MoELabelSmoothedCrossEntropyCriterion,
+)
 from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.plan.gpu_memory import make_layers
-from fairseq_tutel.plan.parameters import count_parameters, expert_sizes
+from fairseq_tutel.plan.parameters import build_model, count_parameters, expert_sizes
 from fairseq_tutel.plan.planner import flop_matched, make_plan
 
 SLICED = ["model.moe_expert_count=2", "model.moe_expert_placement=sliced"]
@@ -34,6 +31,44 @@ def experts_as_on_a_gpu(monkeypatch):
         return out, kept._replace(active=active)
 
     monkeypatch.setattr(torch_backend, "network_fwd", keeping)
+
+
+def build_without_dropout(settings):
+    """The CPU's attention without tables of scores has no dropout, unlike a GPU's."""
+    return build_model(settings.replace(model={"attention_dropout": 0.0}))
+
+
+def training_loss(settings, model):
+    """A function that runs the model and its criterion once and returns the loss."""
+    dictionary, pairs = model.decoder.dictionary, hasattr(model, "encoder")
+    task = SimpleNamespace(target_dictionary=dictionary, source_dictionary=dictionary)
+    kind = MoELabelSmoothedCrossEntropyCriterion if pairs else MoECrossEntropyCriterion
+    criterion = kind(task, sentence_avg=False)
+    shape = (settings.batch_size, settings.tokens_per_sample)
+    tokens = torch.randint(4, settings.vocabulary, shape)
+    given = {"src_tokens": tokens, "src_lengths": torch.full(shape[:1], shape[1])}
+    if pairs:
+        given["prev_output_tokens"] = tokens.roll(1, 1)
+    sample = {"net_input": given, "target": tokens, "ntokens": tokens.numel()}
+    return lambda: criterion(model, sample)[0]
+
+
+def check_activations(settings, dtype=torch.float32):
+    """Compare what autograd saves in a forward pass with what the planner counts."""
+    model = build_without_dropout(settings).to(dtype)
+    loss = training_loss(settings, model)
+    with SavedBytes(*model.parameters()) as saved:
+        loss()
+    measured = saved.total(without_last_dim=settings.vocabulary)
+    memory = memory_of(settings)
+    predicted = memory.activations
+    if not settings.model.checkpoint_activations:
+        predicted += memory.dispatch
+        # the CPU's attention of a stack to itself writes its result in sentence order
+        width = settings.precision.element * settings.model.decoder_embed_dim
+        predicted -= sum(each.layers for each in settings.stacks) * settings.tokens * width
+    # tables of the routing, masks and norms' statistics are not counted
+    assert predicted <= measured <= 1.1 * predicted
 
 
 # overrides of a language model, or a command's words of an encoder-decoder
