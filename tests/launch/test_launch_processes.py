@@ -77,7 +77,7 @@ _TIDY = "trap 'sleep 0.3; touch tidy; exit 5' TERM; "
 ENDS = {
     "good": ("exit 0", 0, ""),
     "a rank is killed": (RANK_1 + f"kill -9 $$; {STAY}", 137, "rank 1 died of signal 9"),
-    "it leaves a process behind": ("sleep 300 & exit 9", 9, "rank 0 ended with exit code 9"),
+    "it leaves a process behind": ("sleep 300 & exit 9", 9, "ended with exit code 9"),
     "a rank fails": (MEET + RANK_1 + f"exit 7; {STAY}", 7, "rank 1 ended with exit code 7"),
     "in good order": (f"{_TIDY}{MEET}{RANK_1}exit 7; {STAY}", 7, "exit code 7", "", "tidy"),
     "a failure beside a requeue": (RANK_1 + f"{{ sleep 0.5; exit 4; }}; {REQUEUE}", 4, "code 4"),
