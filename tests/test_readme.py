@@ -85,3 +85,14 @@ def test_every_fairseq_train_command_is_one(monkeypatch):
             assert re.search("_moe(_|$)", args.arch), line  # one that is registered
             seen += 1
     assert seen >= 4
+
+
+def test_readmes_command_is_the_recipes():
+    """Which a test runs: tests/quickstart/test_whole_runs.py."""
+
+    def flags(page):
+        (line,) = [line for line in commands(page) if re.search("fairseq-train DATA +-", line)]
+        return shlex.split(line.partition("fairseq-train DATA")[2])
+
+    mine, recipe = flags(ROOT / "README.md"), flags(ROOT / "scripts/quickstart/README.md")
+    assert set(mine) - set(recipe) == {"--max-update", "200"}
