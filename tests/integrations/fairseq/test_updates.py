@@ -1,5 +1,5 @@
-"""Single updates: checkpointed activations, the norm over all experts, half precision, overflow,
-a rank without memory, batches that differ between the ranks."""
+"""Single updates: checkpointed activations, the norm over all experts, overflow, a rank without
+memory or whose save fails, batches that differ between the ranks."""
 
 import functools
 import math
@@ -17,12 +17,12 @@ from helpers.training import (
     named,
     own_batches,
     record_updates,
+    save,
 )
 
+from fairseq_tutel.checkpoint import CheckpointError
 from fairseq_tutel.distributed import process_world
-from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
-
-BACKENDS = ("legacy_ddp", "pytorch_ddp")
+from fairseq_tutel.training.state import sharded_optimizer
 
 
 def _each(function, cfgs, *args):
@@ -35,30 +35,31 @@ def on_ranks(world_size, function, options, *args):
     return run_ranks(_each, world_size, function, cfgs, *args, timeout=120)
 
 
+def assert_same_gradients(got, want, limit):
+    for name, grad in want.items():
+        if not name.endswith("k_proj.bias"):  # rounding is all there is in it
+            assert rms_ratio(got[name], grad) < limit, name
+
+
 def _one_update(cfg):
     trainer = make_trainer(cfg)
-    assert isinstance(trainer, MoETrainer)
     updates = record_updates(trainer)
     trainer.train_step(own_batches(0, 2))
     return updates[0], gradients(trainer)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpointed_activations_give_the_same_gradients(world_size):
+def test_checkpointed_activations_give_the_same_gradients():
     """With dropout, too: it is replayed. The aux loss is most of the loss here."""
     loss = "--moe-gate-loss-wt 50"
     dropout = f"{loss} --dropout 0.2 --activation-dropout 0.1"
     pairs = [(loss, f"{loss} --checkpoint-activations"), (loss, f"{loss} --offload-activations"),
              (dropout, f"{dropout} --checkpoint-activations")]  # fmt: skip
-    options = {words for pair in pairs for words in pair}
-    for found in on_ranks(world_size, _one_update, sorted(options)):
+    for found in on_ranks(2, _one_update, sorted({words for pair in pairs for words in pair})):
         for plain, checkpointed in pairs:
             (update, grads), (other_update, other_grads) = found[plain], found[checkpointed]
             assert update.sums == pytest.approx(other_update.sums, rel=1e-6)
             assert update.grad_norm == pytest.approx(other_update.grad_norm, rel=1e-6)
-            for name, grad in grads.items():
-                if not name.endswith("k_proj.bias"):  # rounding is all there is in it
-                    assert rms_ratio(other_grads[name], grad) < 1e-6, name
+            assert_same_gradients(other_grads, grads, 1e-6)
 
 
 def _balanced(cfg):
@@ -80,57 +81,27 @@ def _balanced(cfg):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_with_balance_over_the_update_equal_batches_are_one_large_batch(world_size):
+def test_with_balance_over_the_update_equal_batches_are_one_large_batch():
     """The gate loss is most of the loss. By hand: moe/test_balance.py."""
     words = "--moe-capacity-factor 0 --moe-gate-loss-scope update --moe-gate-loss-wt 50"
-    for by_words in on_ranks(world_size, _balanced, [words, f"{words} --checkpoint-activations"]):
+    for by_words in on_ranks(2, _balanced, [words, f"{words} --checkpoint-activations"]):
         for (updates, grads), (want_updates, want_grads) in by_words.values():
             for got, want in zip(updates, want_updates, strict=True):
                 assert got.sums["loss"] == pytest.approx(want.sums["loss"], rel=1e-5)
                 assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
-            for name, grad in want_grads.items():
-                assert rms_ratio(grads[name], grad) < 1e-4 or name.endswith("k_proj.bias"), name
+            assert_same_gradients(grads, want_grads, 1e-4)
 
 
 def test_sqrt_world_size_makes_expert_gradients_larger():
     """By the root of the number of ranks that exchange tokens; dense gradients stay."""
-    ways = ("world_size", "sqrt_world_size")
-    options = {
-        experts: [f"--moe-expert-count {experts} --moe-top-k 1 --moe-normalize-expert-grad {way}"
-                  for way in ways]
-        for experts in (1, 4)
-    }  # fmt: skip
+    how = "--moe-expert-count {} --moe-top-k 1 --moe-normalize-expert-grad {}world_size"
+    options = {e: [how.format(e, root) for root in ("", "sqrt_")] for e in (1, 4)}
     for found in on_ranks(2, _one_update, [*options[1], *options[4]]):
         for experts, (usual, root) in options.items():
-            for name, grad in found[usual][1].items():
-                want = grad * math.sqrt(min(2, experts)) if ".experts." in name else grad
-                ratio = rms_ratio(found[root][1][name], want)
-                assert ratio < 1e-5 or name.endswith("k_proj.bias"), name
-
-
-HALF = ("--fp16", "--memory-efficient-fp16", "--bf16", "--memory-efficient-bf16")
-
-
-def _train(cfg, updates):
-    trainer = make_trainer(cfg)
-    records = record_updates(trainer)
-    for update in range(updates):
-        trainer.train_step(own_batches(update, 2))
-    dtypes = {p.dtype for p in trainer.get_model().parameters()}
-    return [r.sums["loss"] / r.sample_size for r in records], dtypes
-
-
-def test_half_precision_trains_on_two_ranks():
-    pairs = zip(HALF, 2 * BACKENDS, strict=True)
-    options = [f"{flag} --ddp-backend {backend}" for flag, backend in pairs]
-    ranks = on_ranks(2, _train, ["", *options], 12)
-    exact = ranks[0][""][0]
-    for words in options:
-        (losses, dtypes), (other, _) = (found[words] for found in ranks)
-        assert dtypes == {torch.bfloat16 if "bf16" in words else torch.float16}, words
-        assert losses == other and losses[-1] < 0.9 * losses[0], words
-        assert losses == pytest.approx(exact, rel=0.05 if "bf16" in words else 0.01), words
+            larger = math.sqrt(min(2, experts))
+            want = {name: grad * larger if ".experts." in name else grad
+                    for name, grad in found[usual][1].items()}  # fmt: skip
+            assert_same_gradients(found[root][1], want, 1e-5)
 
 
 def _overflow(cfg, names):
@@ -165,8 +136,8 @@ def test_overflow_of_one_rank_skips_the_update_on_all():
     """An expert's gradient is nowhere else; a dense one is averaged. Load biases stay, too."""
     names = ("decoder.layers.1.moe_layer.experts.fc2_weight", "decoder.layers.0.fc1.weight")
     scale = "--fp16-init-scale 8 --fp16-scale-tolerance 0 --moe-load-bias quantile --ddp-backend"
-    flags = ("--fp16", "--memory-efficient-fp16")
-    options = [f"{flag} {scale} {backend}" for flag in flags for backend in BACKENDS]
+    options = [f"--fp16 {scale} legacy_ddp", f"--memory-efficient-fp16 {scale} legacy_ddp",
+               f"--memory-efficient-fp16 {scale} pytorch_ddp --zero-sharding os"]  # fmt: skip
     for by_words in on_ranks(2, _overflow, options, names):
         for found in by_words.values():
             for name in names:
@@ -216,11 +187,29 @@ def test_a_rank_without_memory_ends_the_job(step, experts):
         run_ranks(_out_of_memory, 2, cfg, step, timeout=30.0)
 
 
+def _fail_to_save(cfg, folder):
+    path, trainer = folder / "checkpoint_last.pt", make_trainer(cfg)
+    trainer.train_step(own_batches(0, 2))
+    save(trainer, path)
+    before = [file.read_bytes() for file in sorted(folder.iterdir())]
+    if process_world()[0] == 0:
+        sharded_optimizer._empty = lambda *form: (_ for _ in ()).throw(MemoryError("no room"))
+    trainer.train_step(own_batches(1, 2))
+    with pytest.raises(CheckpointError, match="saving .* rank 0: MemoryError: no room"):
+        save(trainer, path)
+    assert [file.read_bytes() for file in sorted(folder.iterdir())] == before
+
+
+@pytest.mark.long
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_loses_nothing(tmp_path):
+    run_ranks(_fail_to_save, 2, make_config("--zero-sharding", "os"), tmp_path)
+
+
 UNEVEN = {
-    "one rank has none": [make_batch(1), None],
-    "the other rank has none": [None, make_batch(1)],
-    "fewer sentences": [make_batch(1, sentences=1), make_batch(2, sentences=5)],
-    "other lengths": [make_batch(1, lengths=[3, 2]), make_batch(2, lengths=[8, 8, 5])],
+    "one rank has none": [[make_batch(1)], [None]],
+    "the other rank has none": [[None], [make_batch(1)]],
+    "fewer sentences": [[make_batch(1, sentences=1)], [make_batch(2, sentences=5)]],
+    "other lengths": [[make_batch(1, lengths=[3, 2])], [make_batch(2, lengths=[8, 8, 5])]],
     "nobody has any in the second half": [[make_batch(1), None], [make_batch(2), None]],
     "one of two": [[make_batch(1), make_batch(2)], [make_batch(3), None]],
 }
@@ -231,7 +220,6 @@ def _uneven(cfg):
     rank, world_size = process_world()
     found = {}
     for name, by_rank in UNEVEN.items():
-        by_rank = [batches if isinstance(batches, list) else [batches] for batches in by_rank]
         batches = by_rank[rank]
         if world_size == 1:
             batches = [batch for each in by_rank for batch in each if batch is not None]
@@ -263,9 +251,7 @@ def test_uneven_batches_change_nothing_for_the_tokens_there_are(name, options):
             assert mine.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
             assert mine.sums["loss"] == pytest.approx(one.sums["loss"], rel=1e-5)
             assert mine.sums["batch_count"] == one.sums["batch_count"]
-        for key, grad in got_grads.items():
-            if not key.endswith("k_proj.bias"):
-                assert rms_ratio(grad, grads[key]) < 1e-4, key
+        assert_same_gradients(got_grads, {key: grads[key] for key in got_grads}, 1e-4)
 
 
 def _validate(cfg):
