@@ -1,14 +1,21 @@
-"""fairseq's optimizers over slices of experts; the state of their slices: test_sliced_state.py."""
+"""fairseq's optimizers over experts and slices of them; ``--fp16-adam-stats`` without apex."""
+
+import copy
 
 import pytest
 import torch
 from fairseq import optim
+from fairseq.optim.adam import Adam, FairseqAdam
 from fairseq.optim.fused_adam import FusedAdamV1
+from helpers.dispatched import spied
 from helpers.training import make_config
+from omegaconf import OmegaConf
 
 from fairseq_tutel.distributed import ExpertParallelGroups, copies_of, is_expert
+from fairseq_tutel.integrations.fairseq import optim as ours
 from fairseq_tutel.integrations.fairseq.trainer.parallel import fit_to_slices
 from fairseq_tutel.moe import Experts
+from fairseq_tutel.training.adam16 import Adam16
 
 GROUPS = ExpertParallelGroups(
     2, rank=2, world_size=4, ep_size=2, num_replicas=2, placement="sliced"
@@ -56,3 +63,55 @@ def test_optimizers_that_mix_weights_are_refused_by_name():
     apex.use_fp16_stats = True
     with pytest.raises(ValueError, match="--fp16-adam-stats with apex's .* a scale per rank"):
         fit_to_slices(optimizer, name, GROUPS)
+
+
+def config(**overrides):
+    adam = {
+        "adam_betas": (0.9, 0.98), "adam_eps": 1e-8, "weight_decay": 0.0, "use_old_adam": False,
+        "fp16_adam_stats": True, "tpu": False, "lr": [0.01],
+    }  # fmt: skip
+    return OmegaConf.create(adam | overrides)
+
+
+def test_only_fp16_stats_changes_the_optimizer(monkeypatch):
+    """fairseq-train --bf16 sets tpu, whatever the machine."""
+    params = [torch.nn.Parameter(torch.ones(3))]
+    for given, kind in (({}, Adam16), ({"fp16_adam_stats": False}, Adam), ({"tpu": True}, Adam16)):
+        assert isinstance(FairseqAdam(config(**given), params).optimizer, kind)
+    with pytest.raises(NotImplementedError):
+        FairseqAdam(config(use_old_adam=True), params)
+    with pytest.raises(ValueError, match="bmuf"):
+        FairseqAdam(config(), params).average_params()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_xla" or None)
+    with pytest.raises(NotImplementedError):
+        FairseqAdam(config(tpu=True), params)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_experts_are_updated_as_by_fairseqs_own_lines(decay, monkeypatch):
+    """Also a weight that gets no gradient at first; without experts those lines run."""
+    calls = spied(monkeypatch, ours, "adamw")
+
+    def train(kind, experts):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(4, 8, 6), (4, 6), (16, 8), (5,)]
+        params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        params[0].expert = experts
+        groups = [{"params": params[:2], "lr": 0.02}, {"params": params[2:]}]
+        optimizer = kind(groups, lr=0.01, betas=(0.9, 0.98), weight_decay=decay)
+        for number in range(5):
+            for index, param in enumerate(params):
+                late = index == 1 and number < 2
+                param.grad = None if late else torch.randn(param.shape, generator=generator)
+            optimizer.step()
+            if number == 2:  # as a checkpoint does
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return params, [optimizer.state[param] for param in params]
+
+    for experts in (True, False):
+        calls.clear()
+        got, states = train(ours.OnePassAdam, experts)
+        want, wanted = train(Adam, experts)
+        assert bool(calls) is experts
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(states, wanted, rtol=1e-5, atol=1e-6)
