@@ -1,4 +1,5 @@
-"""The encoder-decoder with MoE layers, and fairseq's dense one around loops over experts."""
+"""The encoder-decoder with MoE layers, and fairseq's dense one around loops over experts; also
+with conditional routing: the mixture, its budget in the loss, and the branch's names."""
 
 import copy
 from argparse import Namespace
@@ -17,11 +18,14 @@ from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
 from omegaconf import open_dict
 from torch import nn
 
+from fairseq_tutel.checkpoint.layout import split_dense_expert, without_aliases
 from fairseq_tutel.distributed import agreement, process_world
+from fairseq_tutel.integrations.fairseq.criterions.conditional_routing import Budget
 from fairseq_tutel.integrations.fairseq.models import TransformerMoE, TransformerMoEConfig
 from fairseq_tutel.integrations.fairseq.options import data_tags
 from fairseq_tutel.integrations.fairseq.options.command_line import REFUSED_TASKS
 from fairseq_tutel.integrations.fairseq.options.options import run_options
+from fairseq_tutel.moe import MoEAux
 
 FOUR = ("--moe-expert-count", "4")
 DROPLESS = (*FOUR, "--moe-capacity-factor", "0")
@@ -33,25 +37,44 @@ def build(*words, moe=True):
     return tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
+def in_fp64(*words):
+    """Norms start at 1 and 0, where a bug may not show."""
+    model = build(*DROPLESS, *words).double()
+    for param in model.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    return model
+
+
+def stock_around(model, words, make_ffn):
+    """Stock fairseq's model of these weights around ``make_ffn(state, side, prefix)``."""
+    stock, state = build(*words, moe=False).double(), model.state_dict(keep_vars=True)
+    assert type(stock) is TransformerModel
+    stock.load_state_dict(state, strict=False)
+    for name in model.moe_layers:
+        side, number = name.split(".")
+        layer = getattr(stock, side).layers[int(number)]
+        layer = getattr(layer, "module", layer)
+        layer.fc1 = make_ffn(state, side, f"{side}.layers.{number}")
+        layer.fc2 = layer.activation_fn = nn.Identity()
+    return stock
+
+
 def forward(model, batch=None):
     return model(**(batch or make_pairs(1))["net_input"])
 
 
-@pytest.mark.parametrize(
-    "words, sparse",
-    [
-        ("", "encoder.1 encoder.3 decoder.1"),
-        ("--moe-freq 1", "encoder.0 encoder.1 encoder.2 encoder.3 decoder.0 decoder.1 decoder.2"),
-        ("--encoder-moe-freq 2", "encoder.1 encoder.3"),
-        ("--decoder-moe-freq 3", "decoder.2"),
-        # Meta's way to a dense stack
-        ("--moe-freq 2 --decoder-moe-freq 1000", "encoder.1 encoder.3"),
-        ("--encoder-moe-freq 1000 --decoder-moe-freq 3", "decoder.2"),
-        ("--moe-freq 1 --encoder-moe-freq 4 --decoder-moe-freq 2", "encoder.3 decoder.1"),
-        ("--alternate-decoder-ffn-embed-dim 40", "encoder.1 encoder.3"),
-        ("--alternate-ffn-embed-dim 40", "decoder.1"),
-    ],
-)
+@pytest.mark.parametrize("words, sparse", [
+    ("", "encoder.1 encoder.3 decoder.1"),
+    ("--moe-freq 1", "encoder.0 encoder.1 encoder.2 encoder.3 decoder.0 decoder.1 decoder.2"),
+    ("--encoder-moe-freq 2", "encoder.1 encoder.3"),
+    ("--decoder-moe-freq 3", "decoder.2"),
+    # Meta's way to a dense stack
+    ("--moe-freq 2 --decoder-moe-freq 1000", "encoder.1 encoder.3"),
+    ("--encoder-moe-freq 1000 --decoder-moe-freq 3", "decoder.2"),
+    ("--moe-freq 1 --encoder-moe-freq 4 --decoder-moe-freq 2", "encoder.3 decoder.1"),
+    ("--alternate-decoder-ffn-embed-dim 40", "encoder.1 encoder.3"),
+    ("--alternate-ffn-embed-dim 40", "decoder.1"),
+])  # fmt: skip
 def test_layers_are_sparse_by_the_larger_frequency(words, sparse):
     model = build("--encoder-layers", "4", "--decoder-layers", "3", *FOUR, *words.split())
     assert list(model.moe_layers) == sparse.split()
@@ -67,69 +90,162 @@ def test_layers_are_sparse_by_the_larger_frequency(words, sparse):
     assert (40 in widths) == words.startswith("--alternate-decoder")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "--encoder-normalize-before --decoder-normalize-before --moe-freq 1",
-        "--encoder-moe-freq 1 --layernorm-embedding",
-        "--checkpoint-activations",
-    ],
-)
-def test_forward_is_the_stock_model_around_a_loop_over_experts(words):
+@pytest.mark.parametrize("words, how", [
+    ("", ""),
+    ("--encoder-normalize-before --decoder-normalize-before", "--moe-freq 1"),
+    ("--layernorm-embedding", "--encoder-moe-freq 1"),
+    ("--checkpoint-activations", ""),
+])  # fmt: skip
+def test_forward_is_the_stock_model_around_a_loop_over_experts(words, how):
     """In fp64; padding, attention between the stacks, norms and residuals are the stock model's."""
-    model = build(*DROPLESS, *words.split()).double()
-    stock_words = words.replace("--moe-freq 1", "").replace("--encoder-moe-freq 1", "")
-    stock = build(*stock_words.split(), moe=False).double()
-    assert type(stock) is TransformerModel
-    for param in model.parameters():  # norms start at 1 and 0, where a bug may not show
-        param.data += 0.1 * torch.randn_like(param)
-    state = model.state_dict()
-    stock.load_state_dict(state, strict=False)
-    for name in model.moe_layers:
-        side, number = name.split(".")
-        layer = getattr(stock, side).layers[int(number)]
-        layer = getattr(layer, "module", layer)
-        layer.fc1 = LoopOverExperts(state, f"{side}.layers.{number}.moe_layer")
-        layer.fc2 = nn.Identity()
-        layer.activation_fn = nn.Identity()
+    model = in_fp64(*words.split(), *how.split())
+
+    def loop(state, side, prefix):
+        return LoopOverExperts(state, f"{prefix}.moe_layer")
+
+    stock = stock_around(model, words.split(), loop)
     with torch.no_grad():
         torch.testing.assert_close(forward(model)[0], forward(stock)[0], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "ours, stock",
-    [
-        ("transformer_moe", "transformer"),
-        ("transformer_moe_base", "transformer_wmt_en_de"),
-        ("transformer_moe_big", "transformer_wmt_en_de_big"),
-    ],
-)
-def test_sizes_are_stock_ones(ours, stock):
-    def configured(arch, *words):
-        parser = options.get_training_parser()
-        given = ["--task", "dummy_mt", "--arch", arch, *words]
-        args = options.parse_args_and_arch(parser, input_args=given)
-        return convert(args).model
+class Mixture(nn.Module):
+    """(1 - g) FFN(x) + g MoE(x), token by token, in place of a stock layer's FFN."""
 
-    mine, theirs = configured(ours), configured(stock)
-    for name in ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "dropout",
-                 "encoder_attention_heads", "decoder_layers", "decoder_attention_heads",
-                 "attention_dropout", "encoder_normalize_before"):  # fmt: skip
-        assert mine[name] == getattr(theirs, name), name
+    def __init__(self, state, prefix, live=None):
+        super().__init__()
+        self.loop = LoopOverExperts(state, f"{prefix}.moe_layer")
+        names = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+        self.dense = [state[f"{prefix}.{name}"] for name in names]
+        self.wg = [state[f"{prefix}.cmr_layer.gate.wg.{name}"] for name in ("weight", "bias")]
+        self.live, self.used, self.count = live, 0.0, 0
+
+    def forward(self, x):
+        (w1, b1, w2, b2), (w, b), sparse = self.dense, self.wg, self.loop(x)
+        y = torch.zeros_like(x)
+        for i, j in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
+            share = torch.sigmoid(w[0] @ x[i, j] + b[0])
+            counted = self.live is None or bool(self.live[j, i])
+            share = share * counted
+            self.used, self.count = self.used + share, self.count + counted
+            y[i, j] = (1 - share) * (w2 @ (w1 @ x[i, j] + b1).relu() + b2) + share * sparse[i, j]
+        return y
+
+
+# LoopOverExperts routes padding, too, which the mask leaves on the dense FFN alone: g is 0 there
+@pytest.mark.parametrize("words", ["", "--use-moe-pad-mask", "--checkpoint-activations"])
+def test_conditional_routing_has_the_loops_output_budget_and_gradients(words):
+    words = f"--moe-cmr --cmr-gate-loss-p 0.8 --cmr-gate-loss-wt 0.1 {words}".split()
+    model, batch, layers = in_fp64(*words), make_pairs(1), []
+    cfg = pair_config(*FOUR, *words)
+    criterion = tasks.setup_task(cfg.task).build_criterion(cfg.criterion)
+
+    def mixture(state, side, prefix):
+        name = "src_tokens" if side == "encoder" else "prev_output_tokens"
+        masked = "--use-moe-pad-mask" in words
+        layers.append(Mixture(state, prefix, batch["net_input"][name] != PAD if masked else None))
+        return layers[-1]
+
+    x = forward(stock_around(model, [], mixture), batch)[0]
+    share = sum(layer.used for layer in layers) / sum(layer.count for layer in layers)
+    torch.testing.assert_close(forward(model, batch)[0], x, rtol=1e-9, atol=1e-9)
+    loss, size, output = criterion(model, batch)
+    assert output["cmr_gate_loss"].item() == pytest.approx(size * abs(share.item() - 0.8), rel=1e-5)
+    criterion.budget = Budget()
+    added = loss - criterion(model, batch)[0]
+    assert added.item() == pytest.approx(0.1 * output["cmr_gate_loss"].item(), rel=1e-4)
+    gates = [p for name, p in model.named_parameters() if "cmr_layer" in name]
+    added.backward()
+    want = torch.autograd.grad(0.1 * size * (share - 0.8).abs(), gates)
+    torch.testing.assert_close([g.grad for g in gates], [*want], rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_of_the_gate_scales_what_is_left():
+    """A token has the dense output, or 1/(1-p) of its share, which may be more than 1."""
+    model = in_fp64("--moe-cmr", "--cmr-gate-drop", "0.5")
+    mixture = model.encoder.layers[1].cmr_layer
+    x, dense, sparse = torch.randn(3, 40, 5, 16).double()
+    share = mixture.gate["wg"](x).sigmoid()
+    y, (used, count) = mixture(x, dense, sparse, None)
+    kept = (y != dense).any(-1, keepdim=True)
+    assert 60 < kept.sum() < 140 and (2 * share[kept] > 1).any()
+    torch.testing.assert_close(y, torch.where(kept, dense + 2 * share * (sparse - dense), dense))
+    assert used.item() == pytest.approx((2 * share * kept).sum().item(), rel=1e-5) and count == 200
+    mixture.eval()
+    torch.testing.assert_close(mixture(x, dense, sparse, None)[0], dense + share * (sparse - dense))
+
+
+def test_names_are_the_branchs_which_stores_some_twice():
+    model = in_fp64("--moe-cmr")
+    state = model.state_dict()
+    assert state["encoder.layers.1.cmr_layer.gate.wg.weight"].shape == (1, 16)
+    assert state["decoder.layers.1.cmr_layer.gate.wg.bias"].shape == (1,)
+    assert "decoder.layers.1.fc1.weight" in state and "decoder.layers.0.cmr_layer" not in str(state)
+    of_branch = dict(state)
+    for name, value in state.items():
+        if ".moe_layer." in name:
+            of_branch[name.replace(".moe_layer.", ".cmr_layer.moe_layer.")] = value
+    assert len(of_branch) > len(state)
+    read = without_aliases(of_branch)
+    model.load_state_dict(read)
+    assert list(read) == list(state) and len(split_dense_expert(read)[1]) == 2 * 4 * 4
+
+
+def _terms():
+    """This rank's term of two layers' gates over all ranks and alone, and the gates' gradient."""
+    rank, found, empty = process_world()[0], [], torch.zeros(())
+    for over_ranks in (True, False):
+        gates = _share_of(rank)
+        share = torch.stack([gates.sum(), torch.tensor(float(len(gates)))])
+        report = MoEAux(empty, empty, empty, empty, empty, 1, share_of_layer=share)
+        term = Budget(0.1, 0.9, over_ranks)([report], 10 + rank)
+        term.backward()
+        found.append((float(term), gates.grad))
+    return found
+
+
+def _share_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(3 + 2 * rank, generator=generator).requires_grad_()
+
+
+def test_over_ranks_the_budget_is_that_of_one_process_with_all_tokens():
+    gates = [_share_of(rank) for rank in range(2)]
+    term = 21 * (torch.cat(gates).mean() - 0.9).abs()
+    term.backward()
+    found, alone = zip(*run_ranks(_terms, 2), strict=True)
+    assert sum(value for value, _ in found) == pytest.approx(term.item(), rel=1e-6)
+    torch.testing.assert_close([got for _, got in found], [each.grad for each in gates])
+    want = [(10 + rank) * abs(_share_of(rank).mean().item() - 0.9) for rank in range(2)]
+    assert [value for value, _ in alone] == pytest.approx(want, rel=1e-6)
+
+
+SIZES = ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "encoder_attention_heads",
+         "decoder_layers", "decoder_attention_heads", "dropout", "attention_dropout",
+         "encoder_normalize_before")  # fmt: skip
+
+
+def _configured(arch, *words):
+    given = ["--task", "dummy_mt", "--arch", arch, *words]
+    args = options.parse_args_and_arch(options.get_training_parser(), input_args=given)
+    return convert(args).model
+
+
+@pytest.mark.parametrize("ours, stock", [("", ""), ("_base", "_wmt_en_de"),
+                                         ("_big", "_wmt_en_de_big")])  # fmt: skip
+def test_sizes_are_stock_ones(ours, stock):
+    mine, theirs = _configured(f"transformer_moe{ours}"), _configured(f"transformer{stock}")
+    assert {name: mine[name] for name in SIZES} == {name: getattr(theirs, name) for name in SIZES}
     assert mine.decoder_embed_dim in (None, theirs.decoder_embed_dim)
 
 
 def test_nllb_200_has_its_published_number_of_parameters():
     """arXiv 2207.04672: 54.5 billion; its dictionary has 256,206 symbols."""
-    parser = options.get_training_parser()
-    words = ["--task", "dummy_mt", "--arch", "transformer_moe_nllb_54b", "--dict-size", "256202"]
-    cfg = convert(options.parse_args_and_arch(parser, input_args=words))
+    model_cfg = _configured("transformer_moe_nllb_54b", "--dict-size", "256202")
     dictionary = Dictionary()
     dictionary.symbols = [""] * 256206
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     with torch.device("meta"):
-        model = TransformerMoE.build_model(cfg.model, task)
+        model = TransformerMoE.build_model(model_cfg, task)
     total = sum(param.numel() for param in model.parameters())
     assert total == pytest.approx(54.5e9, rel=1e-3)
     numbers = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3, 24, 4)]
@@ -155,22 +271,16 @@ def test_padding_takes_no_capacity_with_the_mask():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"moe_freq": 7}, "--moe-freq 7 makes no MoE layer among 6 encoder layers; --moe-freq 7 m"),
-        (
-            {"decoder_moe_freq": 8},
-            "--decoder-moe-freq 8 makes no MoE layer among 6 decoder layers:",
-        ),
-        ({"moe_freq": -1}, "--moe-freq -1 must be at least 0"),
-        ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop 0.2 cannot be combined with MoE layers"),
-        ({"decoder_layers_to_keep": "0,1"}, "--decoder-layers-to-keep 0,1 cannot be combined"),
-        ({"quant_noise_pq": 0.1}, "--quant-noise-pq 0.1 cannot be combined"),
-        ({"adaptive_input": True}, "--adaptive-input"),
-        ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),
-    ],
-)
+@pytest.mark.parametrize("given, message", [
+    ({"moe_freq": 7}, "--moe-freq 7 makes no MoE layer among 6 encoder layers; --moe-freq 7 m"),
+    ({"decoder_moe_freq": 8}, "--decoder-moe-freq 8 makes no MoE layer among 6 decoder layers:"),
+    ({"moe_freq": -1}, "--moe-freq -1 must be at least 0"),
+    ({"encoder_layerdrop": 0.2}, "--encoder-layerdrop 0.2 cannot be combined with MoE layers"),
+    ({"decoder_layers_to_keep": "0,1"}, "--decoder-layers-to-keep 0,1 cannot be combined"),
+    ({"quant_noise_pq": 0.1}, "--quant-noise-pq 0.1 cannot be combined"),
+    ({"adaptive_input": True}, "--adaptive-input"),
+    ({"adaptive_softmax_cutoff": "50"}, "--adaptive-softmax-cutoff"),
+])  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(given, message):
     with pytest.raises(ValueError) as error:
         run_options(TransformerMoEConfig(**given), TransformerMoEConfig)
