@@ -1,16 +1,22 @@
-"""``moe_cross_entropy``: arithmetic and what is logged, with made-up logits and gate losses."""
+"""``moe_cross_entropy`` with made-up logits and gate losses, ``moe_label_smoothed_cross_entropy``
+on a small model: arithmetic and what is logged."""
 
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import tasks, utils
 from fairseq.logging import metrics
+from helpers.translation import make_pairs, pair_config
 from torch import nn
 
 from fairseq_tutel.config import MoEConfig
 from fairseq_tutel.distributed import Direction, ExchangeRecord
-from fairseq_tutel.integrations.fairseq.criterions import MoECrossEntropyCriterion
+from fairseq_tutel.integrations.fairseq.criterions import (
+    MoECrossEntropyCriterion,
+    MoELabelSmoothedCrossEntropyCriterion,
+)
 from fairseq_tutel.integrations.fairseq.criterions.moe_criterion import join_passes
 from fairseq_tutel.moe import (
     METRIC_NAMES,
@@ -87,14 +93,19 @@ def cross_entropy(model):
     return total
 
 
-def logged(outputs):
+def logged(outputs, kind=MoECrossEntropyCriterion):
     """What reduce_metrics hands to fairseq's aggregator, by name."""
     with metrics.aggregate(new_root=True) as aggregator:
-        MoECrossEntropyCriterion.reduce_metrics(outputs)
+        kind.reduce_metrics(outputs)
     return {
         key: float(meter.avg) if hasattr(meter, "avg") else meter.fn(aggregator)
         for key, meter in aggregator.items()
     }
+
+
+def output_of(model, **options):
+    """What a criterion hands on of a batch."""
+    return criterion(**options)(model, sample())[2]
 
 
 @pytest.mark.parametrize("combine, total", [("sum", 4.0), ("average", 2.0)])
@@ -134,56 +145,32 @@ def test_errors_on_the_wire_are_means_over_the_layers_that_have_one():
     """Those of gradients, which records have when the backward pass is over, included."""
     dispatch, gradient = Direction.DISPATCH, Direction.DISPATCH_GRADIENT
     model = FakeModel([1.0, 2.0])
-    output = criterion()(model, sample())[2]
-    assert not set(WIRE_ERROR_NAMES) & set(logged([output]))
+    assert not set(WIRE_ERROR_NAMES) & set(logged([output_of(model)]))
+    logs = [output_of(model)]
     records = [counts_of_layer[-1] for counts_of_layer in model.counts]
-    output = criterion()(model, sample())[2]
     records[0].add_square_sums(dispatch, torch.tensor([0.04, 4.0]))
     records[0].add_square_sums(gradient, torch.tensor([0.01, 1.0]))
     records[1].add_square_sums(dispatch, torch.tensor([0.09, 1.0]))
-    logs = [output]
     join_passes(logs)
     assert all(torch.is_tensor(logs[0][name]) for name in WIRE_ERROR_NAMES + WIRE_LAYERS_NAMES)
     values = logged(logs)
     assert values["moe_wire_error_dispatch"] == pytest.approx(0.2)
     assert values["moe_wire_error_dispatch_gradient"] == pytest.approx(0.1)
     assert "moe_wire_error_combine" not in values
-    evaluated = criterion()(model.eval(), sample())[2]
-    assert logged([evaluated])["moe_wire_error_dispatch"] == pytest.approx(0.2)
+    assert logged([output_of(model.eval())])["moe_wire_error_dispatch"] == pytest.approx(0.2)
 
 
 def test_share_of_null_experts():
     """20 choices of a layer; one without such experts logs nothing of them."""
     model = FakeModel([1.0, 1.0])
-    plain = criterion()(model, sample())[2]
+    plain = output_of(model)
     assert "moe_null" not in plain and "moe_null" not in logged([plain])
     with_nulls = ({"num_null_KN": torch.tensor([[3], [2]])}, {"num_null_KN": torch.zeros(2, 1)})
     reports = model()[1]["moe"]
     reports = [aux._replace(**nulls) for aux, nulls in zip(reports, with_nulls, strict=True)]
     model.forward = lambda **net_input: (model.logits, {"moe": reports})
-    output = criterion()(model, sample())[2]
+    output = output_of(model)
     assert logged([output, output])["moe_null"] == pytest.approx(100 * 5 / (20 + 5) / 2, abs=0.01)
-
-
-def test_an_update_is_read_back_in_one_piece(monkeypatch):
-    """What is logged are numbers: fairseq rounds every tensor that it finds by reading it."""
-    model = FakeModel([1.0, 2.0])
-    model.routing = routing_of_a_pass(*(2 * part for part in ONE[0][:3]), 12)
-    outputs = [criterion()(model, sample())[2] for _ in range(3)]
-    # as stock's sum over ranks leaves it: every value a tensor
-    summed = {k: v for k, v in outputs[0].items() if k != "moe_exchange_records"}
-    outputs.append({k: torch.as_tensor(v, dtype=torch.float64) for k, v in summed.items()})
-    reads = []
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda *a, f=original: reads.append(f.__name__) or f(*a)
-        )
-    with metrics.aggregate(new_root=True) as aggregator:
-        MoECrossEntropyCriterion.reduce_metrics(outputs)
-        values = aggregator.get_smoothed_values()
-    assert reads == ["tolist"]
-    assert len(values) >= 4 + len(METRIC_NAMES) + len(UTILISATION_NAMES)
 
 
 @pytest.mark.parametrize("extra", [{}, None])
@@ -215,12 +202,12 @@ def test_utilisation_is_that_of_passes_of_all_ranks():
     """Stock sums the outputs by one all-reduce, instead of pickling them."""
     assert MoECrossEntropyCriterion.logging_outputs_can_be_summed()
     model, ranks = FakeModel([2.0]), []
-    assert not set(UTILISATION_NAMES) & set(logged([criterion()(model, sample())[2]]))
+    assert not set(UTILISATION_NAMES) & set(logged([output_of(model)]))
     for passes, fillers in ((ONE, 0), (OTHER, 1)):  # the other rank has no first batch
         logs = []
         for counts_of_pass in passes:
             model.routing = routing_of_a_pass(*counts_of_pass)
-            logs.append(criterion()(model, sample())[2])
+            logs.append(output_of(model))
         alone = logged(logs)
         join_passes(logs, fillers)
         assert all(not {"moe_load", "moe_slots"} & set(log) for log in logs[1:])
@@ -240,9 +227,9 @@ def test_what_an_option_leaves_at_0_is_not_logged():
     """Drops of a dropless layer, whose rows are as many as are needed; second choices of top-1."""
     model = FakeModel([2.0])
     model.routing = routing_of_a_pass(*ONE[0][:3], 0)
-    assert {"moe_drop", "overflow_expert1"} <= set(logged([criterion()(model, sample())[2]]))
+    assert {"moe_drop", "overflow_expert1"} <= set(logged([output_of(model)]))
     model.moe_layers = {"1": SimpleNamespace(config=MoEConfig(num_experts=6, capacity_factor=0))}
-    values = logged([criterion()(model, sample())[2]])
+    values = logged([output_of(model)])
     dropping = {"moe_util_slot", "moe_drop", "overflow_expert1", "overflow_expert2"}
     clocks = {"all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"}
     assert not (dropping | clocks) & set(values)  # the first layer's clocks say 0
@@ -251,7 +238,73 @@ def test_what_an_option_leaves_at_0_is_not_logged():
     entropy, chosen, routed, kept, *rest = counts(1)
     top1 = MoEAux(torch.tensor(2.0), entropy, chosen[:1], routed[:1], kept, *rest)
     model.forward = lambda **net_input: (model.logits, {"moe": [top1]})
-    values = logged([criterion()(model, sample())[2]])
+    values = logged([output_of(model)])
     second = {name for name in METRIC_NAMES if "2" in name}
     assert not (second | {"overflow_expert1"}) & set(values)
     assert {"expert1_balance_top", *clocks} <= set(values)
+
+
+LAYERS = ("--moe-expert-count", "4", "--moe-freq", "1")
+
+
+@pytest.fixture(scope="module")
+def translator():
+    cfg = pair_config(*LAYERS)
+    utils.set_torch_seed(1)
+    return tasks.setup_task(cfg.task).build_model(cfg.model).double().eval()
+
+
+def smoothed(*words):
+    cfg = pair_config(*LAYERS, *words)
+    return tasks.setup_task(cfg.task).build_criterion(cfg.criterion)
+
+
+def by_hand(model, batch, skipped=0):
+    """(NLL, -log p of all symbols, right ones, tokens) of the targets, in nats."""
+    logits = model(**batch["net_input"])[0].tolist()
+    nll = smooth = right = tokens = 0
+    for rows, targets in zip(logits, batch["target"].tolist(), strict=True):
+        for row, target in list(zip(rows, targets, strict=True))[skipped:]:
+            if target == PAD:
+                continue
+            lse = math.log(sum(math.exp(v) for v in row))
+            nll, smooth = nll + lse - row[target], smooth + sum(lse - v for v in row)
+            right, tokens = right + (row[target] == max(row)), tokens + 1
+    return nll, smooth, right, tokens
+
+
+@pytest.mark.parametrize(
+    "eps, combine, sentence_avg", [(0.1, "sum", False), (0.1, "average", True), (0.0, "sum", True)]
+)
+def test_loss_spreads_eps_over_all_symbols(translator, eps, combine, sentence_avg):
+    batch = make_pairs(3)
+    words = ["--label-smoothing", str(eps), "--moe-gate-loss-combine-method", combine]
+    words += ["--sentence-avg"] * sentence_avg
+    loss, size, output = smoothed(*words)(translator, batch)
+    nll, smooth, _, tokens = by_hand(translator, batch)
+    reports = translator(**batch["net_input"])[1]["moe"]
+    assert len(reports) == 4  # of both stacks
+    gate_loss = sum(aux.loss.item() for aux in reports) / (1 if combine == "sum" else 4)
+    assert size == (4 if sentence_avg else tokens)
+    want = (1 - eps) * nll + eps / 32 * smooth + 0.1 * size * gate_loss
+    assert loss.item() == pytest.approx(want, rel=1e-6)
+    values = logged([output], MoELabelSmoothedCrossEntropyCriterion)
+    assert values["loss"] == pytest.approx(want / size / math.log(2), abs=1e-3)
+    assert values["nll_loss"] == pytest.approx(nll / tokens / math.log(2), abs=1e-3)
+    assert values["ppl"] == pytest.approx(math.exp(nll / tokens), rel=1e-2)
+    assert values["moe_gate_loss"] == pytest.approx(gate_loss, rel=1e-6)
+    assert "accuracy" not in values and "expert1_balance_top" in values
+
+
+def test_accuracy_prefix_and_the_branchs_weight(translator):
+    batch = make_pairs(5)
+    output = smoothed("--report-accuracy", "--ignore-prefix-size", "2")(translator, batch)[2]
+    nll, _, right, tokens = by_hand(translator, batch, skipped=2)
+    assert output["nll_loss"].item() == pytest.approx(nll, rel=1e-6)
+    assert (output["n_correct"], output["total"]) == (right, tokens)
+    values = logged([output, output], MoELabelSmoothedCrossEntropyCriterion)
+    assert values["accuracy"] == pytest.approx(100 * right / tokens, abs=1e-3)
+    task = tasks.setup_task(pair_config().task)
+    assert MoELabelSmoothedCrossEntropyCriterion(task, False).gate_loss_weight == 0
+    with pytest.raises(ValueError, match="--moe-gate-loss-wt -1 must be at least 0"):
+        MoELabelSmoothedCrossEntropyCriterion(task, False, moe_gate_loss_wt=-1)
