@@ -1,12 +1,11 @@
 """The command line: help, conflicts of the options, and the named sizes."""
 
 import dataclasses
-import importlib
 import re
 from pathlib import Path
 
 import pytest
-from fairseq import checkpoint_utils, options
+from fairseq import options
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
@@ -14,15 +13,12 @@ from helpers.training import convert
 
 import fairseq_tutel
 from fairseq_tutel.__main__ import main
-from fairseq_tutel.config import MoEConfig
-from fairseq_tutel.config.options import flag_name
 from fairseq_tutel.integrations.fairseq.criterions import CRITERIONS
 from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES, TransformerLMGPTMoEConfig
 from fairseq_tutel.integrations.fairseq.models.transformer_fields import FlatTransformerConfig
 from fairseq_tutel.integrations.fairseq.options import help
 from fairseq_tutel.integrations.fairseq.options.benchmark import Benchmark, FormerFlags
 from fairseq_tutel.integrations.fairseq.options.bundles import members
-from fairseq_tutel.integrations.fairseq.options.fields import CONFIGS
 from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_options
 
 ARCH = "transformer_lm_gpt_moe"
@@ -55,18 +51,6 @@ def config(*words, **kwargs):
     return convert(parse(*words, **kwargs))
 
 
-@pytest.fixture(scope="module")
-def default():
-    return config()
-
-
-def test_default_sizes_are_those_of_transformer_lm_gpt(default):
-    model = default.model
-    sizes = [model[f"decoder_{n}"] for n in ("embed_dim", "ffn_embed_dim", "layers")]
-    assert sizes == [768, 3072, 12] and model.decoder_attention_heads == 12
-    assert model.dropout == model.attention_dropout == 0.1 and str(model.activation_fn) == "gelu"
-
-
 def test_every_option_stands_in_one_group_with_a_help_text():
     fields = [field for group in help.own_options().values() for field in group]
     fields += [help.every_option()[name] for name in members()]
@@ -76,13 +60,9 @@ def test_every_option_stands_in_one_group_with_a_help_text():
     configs += [row.config for row in CRITERIONS.values()]
     names = ({name for config in these for name in config.__dataclass_fields__}
              for these in (configs, stock))  # fmt: skip
-    own = next(names) - next(names)
-    former = {
-        "moe_a2a",
-        "moe_top1_expert",
-        *(field.name for field in dataclasses.fields(FormerFlags)),
-    }
-    assert sorted(field.name for field in fields) == sorted(own - former)
+    own = next(names) - next(names) - {"moe_a2a", "moe_top1_expert"}
+    own -= {field.name for field in dataclasses.fields(FormerFlags)}
+    assert sorted(field.name for field in fields) == sorted(own)
     assert all(field.metadata["help"] for field in fields)
 
 
@@ -101,7 +81,6 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
     done = programs.run(["-m", "fairseq_tutel", "table"])
     folder = Path(help.__file__).parent
     table, page = ((folder / name).read_text("utf-8") for name in ("TABLE.md", "../README.md"))
-    assert done.status == 0
     assert done.stdout == table, "write the page: python -m fairseq_tutel table > TABLE.md"
     assert len(re.findall("^[|] `--", table, re.MULTILINE)) <= 64, "an option needs no own row"
     (preset,) = re.findall(r"^  (--moe-second-expert-policy all .*)$", text, re.MULTILINE)
@@ -109,39 +88,35 @@ def test_the_help_begins_with_what_matters_and_the_page_has_its_tables(capsys, p
 
 
 def test_options_are_found_by_a_word(capsys):
+    def found(*words):
+        assert main(["options", *words]) == 0
+        return capsys.readouterr().out
+
     every = re.findall(r"^  (--[\w-]+)", help.plain_text(), re.MULTILINE)
     for word in ("overlap", "CAPACITY", "moe_a2a"):
-        assert main(["options", word]) == 0
-        found = capsys.readouterr().out
-        blocks = re.split(r"^(?=  --)", found, flags=re.MULTILINE)[1:]
+        blocks = re.split(r"^(?=  --)", found(word), flags=re.MULTILINE)[1:]
         wanted = word.lower().replace("_", "-")
         assert blocks and all(wanted in block.lower().replace("_", "-") for block in blocks)
-        named = set(re.findall(r"^  (--[\w-]+)", found, re.MULTILINE))
+        named = {re.match("  (--[a-z0-9-]+)", block)[1] for block in blocks}
         assert {flag for flag in every if wanted in flag} <= named < set(every)
-    assert main(["options", "--s3-upload-path"]) == 0
-    assert "of Meta's branches is refused: nothing is uploaded" in capsys.readouterr().out
-    assert main(["options", "nosuch"]) == 1
-    assert "'nosuch'" in capsys.readouterr().err
-    assert main(["option"]) == 2
-    capsys.readouterr()
-    assert main(["options", "load", "BIAS"]) == 0
-    both = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert "of Meta's branches is refused: nothing is uploaded" in found("--s3-upload-path")
+    both = re.findall(r"^  (--[\w-]+)", found("load", "BIAS"), re.MULTILINE)
     assert "--moe-load-bias" in both and len(both) < 10
-    assert main(["options"]) == 0
-    assert capsys.readouterr().out == help.plain_text()
+    assert found() == help.plain_text()
+    assert main(["options", "nosuch"]) == 1 and "'nosuch'" in capsys.readouterr().err
+    assert main(["option"]) == 2
 
 
 def test_the_end_of_fairseqs_help_says_how_to_find_them(programs):
     done = programs.run(["fairseq-train", "--user-dir", "fairseq_tutel", "--help"])
-    assert done.status == 0
     assert done.stdout.splitlines()[-1].endswith("python -m fairseq_tutel options [WORD ...]")
 
 
-def test_the_docstring_of_the_layers_options():
-    text = " ".join(MoEConfig.__doc__.split())
-    for field in dataclasses.fields(MoEConfig):
-        assert f"): {field.metadata['help']}" in text
-    assert "second_expert_policy (str, default 'all', on the command line 'sampling'): " in text
+def test_default_sizes_are_those_of_transformer_lm_gpt():
+    model = config().model
+    sizes = [model[f"decoder_{n}"] for n in ("embed_dim", "ffn_embed_dim", "layers")]
+    assert sizes == [768, 3072, 12] and model.decoder_attention_heads == 12
+    assert model.dropout == model.attention_dropout == 0.1 and str(model.activation_fn) == "gelu"
 
 
 def test_published_command_parses(caplog):
@@ -150,9 +125,8 @@ def test_published_command_parses(caplog):
     assert "(legacy_ddp); --zero-sharding os shards their optimizer statistics" in caplog.text
     sharded = convert_namespace_to_omegaconf(parse(*README.split(), "--zero-sharding", "os"))
     assert sharded.distributed_training.zero_sharding == "os"
-    assert (
-        "(legacy_ddp); their optimizer statistics are sharded (--zero-sharding os)" in caplog.text
-    )
+    said = "(legacy_ddp); their optimizer statistics are sharded (--zero-sharding os)"
+    assert said in caplog.text
     assert cfg.model._name == ARCH and cfg.model.moe_expert_count == 8
     assert cfg.common.memory_efficient_fp16 and cfg.model.checkpoint_activations
     assert cfg.optimizer.fp16_adam_stats and cfg.criterion.moe_gate_loss_wt == 0.01
@@ -163,17 +137,12 @@ def test_published_command_parses(caplog):
     assert routing.gating_fp32
 
 
-def test_without_options_evaluation_drops_nothing_and_the_gate_is_fp32(default):
-    routing = moe_config(default.model, 8)
-    assert routing.capacity(100, training=False) is None
-    assert routing.gating_fp32 and routing.second_expert_policy == "sampling"
-    assert not moe_config(config("--moe-gating-use-model-dtype").model, 8).gating_fp32
-
-
 @pytest.mark.parametrize(
     "words, want",
     [
-        ("", {"top_k": 2, "capacity_factor": 1.0, "eval_capacity_factor": 0.0}),
+        ("", {"top_k": 2, "capacity_factor": 1.0, "eval_capacity_factor": 0.0,
+              "gating_fp32": True, "second_expert_policy": "sampling"}),
+        ("--moe-gating-use-model-dtype", {"gating_fp32": False}),
         ("--moe-top1-expert", {"top_k": 1}),
         ("--moe-top1-expert --moe-top-k 1", {"top_k": 1}),
         ("--moe-top-k 4 --moe-capacity-factor 0", {"top_k": 4, "capacity_factor": 0.0}),
@@ -191,7 +160,7 @@ def test_two_vocabularies_for_capacity(words, want):
     assert {name: getattr(routing, name) for name in want} == want
 
 
-# words -> what the line holds (of numbers beyond their range: test_option_ranges.py)
+# words -> what the line holds (of numbers beyond their range: test_option_tables.py)
 CONFLICTS = {
     "--moe-top1-expert --moe-top-k 2": "--moe-top1-expert | --moe-top-k 2",
     "--moe-eval-capacity-token-fraction 0.25 --moe-eval-capacity-factor 1":
@@ -247,16 +216,13 @@ def test_conflicts_end_the_program_before_anything_is_built(words):
         assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "former, present",
-    [
-        ("--moe-benchmark", ""),
-        ("--moe-benchmark --moe-force-load 3,1", "force_load=3,1"),
-        ("--moe-simulate-world-size 8", "simulate_world_size=8,skip_exchange=false"),
-        # of Meta's branches
-        ("--dummy-a2a --record-a2a-perf-stats", "skip_exchange=true,record_exchange_time=TRUE"),
-    ],
-)
+@pytest.mark.parametrize("former, present", [
+    ("--moe-benchmark", ""),
+    ("--moe-benchmark --moe-force-load 3,1", "force_load=3,1"),
+    ("--moe-simulate-world-size 8", "simulate_world_size=8,skip_exchange=false"),
+    # of Meta's branches
+    ("--dummy-a2a --record-a2a-perf-stats", "skip_exchange=true,record_exchange_time=TRUE"),
+])  # fmt: skip
 def test_former_flags_of_measurements_are_keys_of_one(former, present):
     """Also as a config of an earlier commit has them: moe_benchmark: true."""
     both = [config(*former.split()).model, config("--moe-benchmark", present).model]
@@ -315,22 +281,6 @@ PARENTS = {
 }
 
 
-# These only say which value of another option they do not go with.
-NOT_CHILDREN = {
-    "moe_gating_use_fp32", "moe_expert_dtype", "moe_num_expert_groups", "moe_load_bias",
-}  # fmt: skip
-BESIDE_ANOTHER = r"with --moe|for an 'auto'|step of --|[Nn]eeds --moe|^> 0: --|^in training, --"
-
-
-def test_the_table_has_all_options_that_need_another():
-    own = help.every_option().values()
-    frozen = [field for config in CONFIGS for field in dataclasses.fields(config)]
-    stated = {flag_name(field) for field in frozen if field.metadata["needs"]}
-    stated |= {field.name for field in own if field.metadata.get("needs")}
-    told = {field.name for field in own if re.search(BESIDE_ANOTHER, field.metadata["help"])}
-    assert PARENTS.keys() == stated | told - NOT_CHILDREN
-
-
 @pytest.mark.parametrize("option", PARENTS)
 def test_an_option_without_what_it_needs_is_refused(option):
     value, parent = PARENTS[option]
@@ -345,47 +295,32 @@ def test_an_option_without_what_it_needs_is_refused(option):
         parse(*words, **given)
 
 
-@pytest.mark.parametrize(
-    "option, value", [("--decoder-layerdrop", "0.1"), ("--decoder-layers-to-keep", "0,1")]
-)
-def test_what_moves_layers_is_refused_with_experts(option, value):
-    with pytest.raises(SystemExit, match=f"{option}.* with MoE layers"):
-        config(option, value)
-    run_options(config(option, value, "--moe-freq", "0").model, TransformerLMGPTMoEConfig)
+@pytest.mark.parametrize("given", ["--decoder-layerdrop 0.1", "--decoder-layers-to-keep 0,1"])
+def test_what_moves_layers_is_refused_with_experts(given):
+    with pytest.raises(SystemExit, match=f"{given.split()[0]}.* with MoE layers"):
+        config(*given.split())
+    run_options(config(*given.split(), "--moe-freq", "0").model, TransformerLMGPTMoEConfig)
 
 
 # name -> (layers, M, heads, experts, parameters in billions)
 NAMED = {
-    "4_1b": (24, 2048, 32, 8, 4.1),
-    "142b": (32, 4096, 32, 64, 142),
-    "15b": (12, 768, 12, 512, 15),
-    "52b": (24, 1024, 16, 512, 52),
-    "207b": (24, 2048, 32, 512, 207),
+    "4_1b": (24, 2048, 32, 8, 4.1), "142b": (32, 4096, 32, 64, 142), "15b": (12, 768, 12, 512, 15),
+    "52b": (24, 1024, 16, 512, 52), "207b": (24, 2048, 32, 512, 207),
     "1_1t": (32, 4096, 32, 512, 1104),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_arch_has_its_documented_size(name):
     layers, dim, heads, experts, billions = NAMED[name]
-    model = config(arch=f"{ARCH}_{name}").model
+    model = config("--dropout", "0.3", arch=f"{ARCH}_{name}").model
     sizes = (model.decoder_layers, model.decoder_embed_dim, model.decoder_ffn_embed_dim)
     assert sizes == (layers, dim, 4 * dim)
     assert (model.decoder_attention_heads, model.moe_expert_count) == (heads, experts)
     assert model.moe_freq == 2 and model.share_decoder_input_output_embed
+    assert model.dropout == 0.3  # options win
     # weights and biases, with a vocabulary of 51200
     ffn, attention = 8 * dim**2 + 5 * dim, 4 * (dim**2 + dim) + 4 * dim
     of_experts = layers // 2 * experts * (ffn + dim)  # and their row of the gate
     total = 51200 * dim + layers * attention + layers // 2 * ffn + of_experts
     assert total / 1e9 == pytest.approx(billions, rel=0.03)
-
-
-def test_options_win_over_a_named_arch():
-    model = config("--decoder-layers", "6", "--moe-expert-count", "16", arch=f"{ARCH}_15b").model
-    assert (model.decoder_layers, model.moe_expert_count, model.decoder_embed_dim) == (6, 16, 768)
-
-
-def test_registration_is_idempotent():
-    before = checkpoint_utils.save_checkpoint
-    importlib.reload(fairseq_tutel.integrations.fairseq)
-    assert checkpoint_utils.save_checkpoint is before

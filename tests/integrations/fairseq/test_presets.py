@@ -21,9 +21,8 @@ ROUTING = {
     ("balanced", "second_expert_policy=sampling"): ("sampling", 0.0, "none"),
     ("balanced", "second_expert_policy=sampling top_k=1"): ("sampling", 0.0, "quantile"),
     ("balanced", ""): ("all", 0.0, "quantile"),
-    ("balanced", "capacity_factor=1.25"): ("all", 1.25, "quantile"),
     ("balanced", "capacity_factor=1.0 load_bias=none"): ("all", 1.0, "none"),
-    ("balanced", "load_bias=sign"): ("all", 0.0, "sign"),
+    ("balanced", "capacity_factor=1.25 load_bias=sign"): ("all", 1.25, "sign"),
     ("balanced", "top_k=8"): ("all", 0.0, "none"),  # a token takes all experts
     ("balanced", "top_k=8 null_experts=1"): ("all", 0.0, "quantile"),
 }

@@ -30,21 +30,26 @@ _WORDS = f"""
 """
 
 
-def _train(programs, folder, signal_in=0):
-    prelude = requeued_in(signal_in) if signal_in else ""
-    command = ["fairseq-train", *_WORDS.split(), "--save-dir", str(folder)]
+def _train(programs, folder, prelude="", program=("fairseq-train",)):
+    command = [*program, *_WORDS.split(), "--save-dir", str(folder)]
     done = programs.run(command, timeout=120, prelude=prelude)
     assert done.status in (0, EXIT_REQUEUE), done.text
     return done.status, done.text
 
 
+def _saved(folder):
+    file = member(folder / "checkpoint_last.pt", "shared")
+    state = torch.load(file, weights_only=False)
+    return state, state["optimizer_history"][-1]["num_updates"]
+
+
 def _outcome(folder, logs):
     """What must not depend on interruptions."""
-    last = torch.load(member(folder / "checkpoint_last.pt", "shared"), weights_only=False)
+    last, updates = _saved(folder)
     validated = [row for text in logs for row in logged(text, "valid")]
     return {
         "files": sorted(name for name in names_in(folder) if name.endswith(".pt")),
-        "updates": last["optimizer_history"][-1]["num_updates"],
+        "updates": updates,
         "validated": [(row["num_updates"], row["loss"]) for row in validated],
         "loads": (folder / "expert_load.jsonl").read_text(),
         "best": last["extra_state"]["best"],
@@ -62,20 +67,16 @@ def uninterrupted(tmp_path_factory, programs):
     return outcome, weights
 
 
-@pytest.mark.parametrize(
-    "update, when",
-    [(8, "nothing is due"), (5, "a save is due"), (UPDATES_PER_EPOCH, "an epoch ends"),
-     (MAX_UPDATE, "the run ends")],
-)  # fmt: skip
-def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, programs, tmp_path):
+@pytest.mark.parametrize("update", [8, 5, UPDATES_PER_EPOCH, MAX_UPDATE],
+                         ids=["nothing is due", "a save", "an epoch ends", "the end"])  # fmt: skip
+def test_requeued_run_is_like_an_uninterrupted_one(update, uninterrupted, programs, tmp_path):
     want, weights = uninterrupted
-    code, log = _train(programs, tmp_path, signal_in=update)
+    code, log = _train(programs, tmp_path, requeued_in(update))
     logs = [log]
     assert code == (0 if update == MAX_UPDATE else EXIT_REQUEUE), log
     if code:
         assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", log)
-        saved = torch.load(member(tmp_path / "checkpoint_last.pt", "shared"), weights_only=False)
-        assert saved["optimizer_history"][-1]["num_updates"] == update
+        assert _saved(tmp_path)[1] == update
         code, log = _train(programs, tmp_path)
         assert code == 0
         logs.append(log)
@@ -88,13 +89,6 @@ def test_requeued_run_is_like_an_uninterrupted_one(update, when, uninterrupted, 
     assert updates == [4, 8, 12]
 
 
-def test_the_signal_is_heard_where_the_program_is_run_as_a_module(programs, tmp_path):
-    command = ["-m", "fairseq_cli.train", *_WORDS.split(), "--save-dir", str(tmp_path)]
-    done = programs.run(command, prelude=requeued_in(2))
-    assert done.status == EXIT_REQUEUE, done.text[-3000:]
-    assert (tmp_path / "checkpoint_last.pt").exists()
-
-
 _HELD = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -102,13 +96,13 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_a_signal_that_the_launcher_has_held_back(programs, tmp_path):
-    command = ["fairseq-train", *_WORDS.split(), "--save-dir", str(tmp_path)]
-    done = programs.run(command, prelude=_HELD)
-    assert done.status == EXIT_REQUEUE, done
-    assert re.search(r"SIGUSR1: saved .*checkpoint_last.pt", done.stdout)
-    saved = torch.load(member(tmp_path / "checkpoint_last.pt", "shared"), weights_only=False)
-    assert saved["optimizer_history"][-1]["num_updates"] == 1
+@pytest.mark.parametrize("prelude, program, update", [
+    (requeued_in(2), ("-m", "fairseq_cli.train"), 2), (_HELD, ("fairseq-train",), 1),
+], ids=["run as a module", "the launcher has held it back"])  # fmt: skip
+def test_the_signal_is_heard(prelude, program, update, programs, tmp_path):
+    code, log = _train(programs, tmp_path, prelude, program)
+    assert code == EXIT_REQUEUE and re.search(r"SIGUSR1: saved .*checkpoint_last.pt", log)
+    assert _saved(tmp_path)[1] == update
 
 
 def _leave_together(folder):

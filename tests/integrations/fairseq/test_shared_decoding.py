@@ -49,12 +49,6 @@ def _generate(shares, helped=False):
     return found
 
 
-@functools.cache
-def _of_one_process():
-    (whole,) = run_ranks(_generate, 1, [(PROMPTS,)])
-    return whole
-
-
 def _on_two_ranks():
     """Hypotheses without and with ranks that help, and what a failure says, by name."""
     helped = _generate(SHARES[:1], helped=True)
@@ -63,15 +57,16 @@ def _on_two_ranks():
 
 
 @functools.cache
-def _of_two_ranks():
-    return run_ranks(_on_two_ranks, 2)
+def _of(ranks):
+    function, given = (_on_two_ranks, ()) if ranks == 2 else (_generate, ([(PROMPTS,)],))
+    return run_ranks(function, ranks, *given)
 
 
 @pytest.mark.parametrize("helped", [False, True])
 def test_hypotheses_are_those_of_one_process(helped):
-    whole = _of_one_process()
+    (whole,) = _of(1)
     shares = SHARES[: 1 if helped else None]
-    ranks = [found[helped] for found in _of_two_ranks()]
+    ranks = [found[helped] for found in _of(2)]
     lengths = set()
     for number in range(len(shares)):
         for beam in range(len(BEAMS)):
@@ -111,6 +106,6 @@ def _fail(where):
     [("search", "KeyError: 'of rank 1'"), ("score", "ValueError: sentences are scored by")],
 )
 def test_a_rank_that_fails_ends_all(where, message):
-    first, second = (found[where] for found in _of_two_ranks())
+    first, second = (found[where] for found in _of(2))
     assert second.startswith(message)
     assert first == "RuntimeError: rank 1 failed in generation; see its error"

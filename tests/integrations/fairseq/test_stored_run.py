@@ -14,7 +14,6 @@ from fairseq import checkpoint_utils, tasks
 from helpers.distributed import run_ranks
 from helpers.training import make_batch, make_trainer, own_batches, record_updates
 
-from fairseq_tutel import picture
 from fairseq_tutel.checkpoint import load_for_rank, reshard, save_set
 from fairseq_tutel.checkpoint.state import with_options
 from fairseq_tutel.plan.compose import load_config
@@ -24,7 +23,6 @@ from fairseq_tutel.plan.stored import operations_per_token
 from fairseq_tutel.plan.work import count_traffic, count_work
 
 DATA = Path(__file__).parent / "data_204ed4b"
-LOSSES = {10: 3.969, 20: 2.138, 30: 1.173, 40: 0.595}
 
 
 @pytest.fixture
@@ -76,17 +74,6 @@ def test_a_set_is_evaluated_with_its_own_options(checkpoint, tmp_path):
     save_set(later, with_options(state, gone), num_rank_files=1)
     for path in (checkpoint, later):
         assert _evaluated(path) == pytest.approx(_expected()["evaluated"], rel=1e-4)
-
-
-def test_logs_are_drawn(tmp_path):
-    curves = picture.read_log(DATA / "log.txt")
-    assert {update: row["loss"] for update, row in curves.train.items()} == LOSSES
-    for name in ("expert_load.jsonl", "exchange.jsonl", "log.txt"):
-        (tmp_path / name).write_bytes((DATA / name).read_bytes())
-    pytest.importorskip("matplotlib")
-    assert picture.main([str(tmp_path), "--log", str(tmp_path / "log.txt")]) == 0
-    drawn = {file.stem for file in tmp_path.glob("*.png")}
-    assert drawn == {"loss", "experts", "exchange"}
 
 
 def test_operations_are_counted_from_a_checkpoint(checkpoint, tmp_path):
