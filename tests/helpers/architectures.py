@@ -44,12 +44,7 @@ def make_data(folder: Path) -> None:
     draw = random.Random(1)
     sentences = [draw.choices(WORDS, k=draw.randint(3, 7)) for _ in range(SENTENCES)]
     backwards = [words[::-1] for words in sentences]
-    dictionary = Dictionary()
-    for word in WORDS:
-        dictionary.add_symbol(word)
-    labels = Dictionary()
-    for word in "01":
-        labels.add_symbol(word)
+    dictionary, labels = _dictionary(WORDS), _dictionary("01")
     _write_split(folder / "text", "", sentences, dictionary)
     _write_split(folder / "languages" / "en_XX", "", sentences, dictionary)
     dictionary.save(str(folder / "languages" / "dict.txt"))
@@ -65,6 +60,13 @@ def make_data(folder: Path) -> None:
     _make_waves(folder / "waves", sentences, dictionary)
     _make_codes(folder / "codes", sentences)
     _make_pretrained(folder)
+
+
+def _dictionary(words) -> Dictionary:
+    found = Dictionary()
+    for word in words:
+        found.add_symbol(word)
+    return found
 
 
 def _write_split(folder: Path, ending: str, lines, dictionary: Dictionary, **how) -> None:
@@ -94,23 +96,16 @@ def _make_speech(folder: Path, sentences: list[list[str]], dictionary: Dictionar
     codes = [" ".join(str(WORDS.index(word)) for word in words) for words in sentences]
     counts = [len(words) for words in sentences]
     names = [f"{number}.npy" for number in range(SENTENCES)]
-    banked = {
-        "audio": names,
-        "n_frames": lengths,
-        "tgt_text": texts,
-        "speaker": ["one"] * SENTENCES,
-    }
+    waves = [f"../waves/{number}.wav" for number in range(SENTENCES)]
+    banked = {"audio": names, "n_frames": lengths, "tgt_text": texts}
+    banked["speaker"] = ["one"] * SENTENCES
     pairs = {"src_audio": names, "src_n_frames": lengths}
     tables = {
         "speech": banked,
         "voices": {**banked, "src_text": texts},
         "units": {**pairs, "tgt_audio": codes, "tgt_n_frames": counts},
         "spectra": {**pairs, "tgt_audio": names, "tgt_n_frames": lengths},
-        "sound": {
-            **banked,
-            "audio": [f"../waves/{number}.wav" for number in range(SENTENCES)],
-            "n_frames": [160 * count for count in counts],
-        },
+        "sound": {**banked, "audio": waves, "n_frames": [160 * count for count in counts]},
     }
     for name, columns in tables.items():
         _write_table(folder / name, columns, banks, dictionary, use_audio=name == "sound")
@@ -126,12 +121,13 @@ def _write_table(folder: Path, columns: dict, banks: Path, dictionary, use_audio
     settings["features"] = "{win_len_t: 0.025, hop_len_t: 0.01, sample_rate: 16000}"
     (folder / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in settings.items()))
     columns = {"id": list(range(SENTENCES)), **columns}
-    rows = [
-        "\t".join(columns),
-        *("\t".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
-    ]
+    rows = [columns, *zip(*columns.values(), strict=True)]
+    _write_lines(folder, "tsv", ["\t".join(map(str, row)) for row in rows])
+
+
+def _write_lines(folder: Path, ending: str, lines: list[str]) -> None:
     for split in ("train", "valid"):
-        (folder / f"{split}.tsv").write_text("\n".join(rows) + "\n")
+        (folder / f"{split}.{ending}").write_text("\n".join(lines) + "\n")
 
 
 def _make_waves(folder: Path, sentences: list[list[str]], dictionary: Dictionary) -> None:
@@ -150,11 +146,9 @@ def _make_waves(folder: Path, sentences: list[list[str]], dictionary: Dictionary
         "km": [" ".join(word for word in words for _ in range(8)) for words in sentences],
         "lang": [words[0] for words in sentences],
     }
-    for split in ("train", "valid"):
-        (folder / f"{split}.tsv").write_text("\n".join(rows) + "\n")
-        for ending, lines in texts.items():
-            (folder / f"{split}.{ending}").write_text("\n".join(lines) + "\n")
-    for ending in texts:
+    _write_lines(folder, "tsv", rows)
+    for ending, lines in texts.items():
+        _write_lines(folder, ending, lines)
         dictionary.save(str(folder / f"dict.{ending}.txt"))
 
 
@@ -189,12 +183,8 @@ def add_names() -> None:
     """Register what a user dir might: small sizes where there are no options, and a criterion."""
     if "roberta_enc_dec_tiny" in models.ARCH_MODEL_REGISTRY:
         return
-    sizes = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in
-        {"layers": 2, "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 2}.items()
-    }  # fmt: skip
+    each = {"layers": 2, "embed_dim": 16, "ffn_embed_dim": 24, "attention_heads": 2}
+    sizes = {f"{side}_{n}": v for side in ("encoder", "decoder") for n, v in each.items()}
     sizes |= {"dropout": 0.0, "attention_dropout": 0.0, "max_positions": 64}
     sizes |= {"max_source_positions": 64, "max_target_positions": 64}
     more = {
@@ -238,28 +228,29 @@ class SquaredOutput(FairseqCriterion):
         return False
 
 
+_STOCK_RNG = np.random.default_rng  # by which wav2vec and HuBERT draw masks
+
+
+def _seeded_rng(seed=None):
+    return _STOCK_RNG(np.random.randint(2**31) if seed is None else seed)
+
+
+def _read_wave(file, dtype="float64", always_2d=False, **_):
+    with wave.open(str(file)) as opened:
+        samples = np.frombuffer(opened.readframes(opened.getnframes()), np.int16)
+    samples = samples.astype(dtype) / 2**15
+    return samples[:, None] if always_2d else samples, opened.getframerate()
+
+
 def stand_in() -> None:
     """Let fairseq read waves by the standard library, find the numpy of its day, and draw by seed.
 
     It asks for soundfile, for torchaudio without a use for it, and for an old name in numpy.
     """
     vars(np)["float"] = float
-    stock = np.random.default_rng  # by which wav2vec and HuBERT draw masks
-
-    def default_rng(seed=None):
-        return stock(np.random.randint(2**31) if seed is None else seed)
-
-    np.random.default_rng = default_rng
-    module = types.ModuleType("soundfile")
-
-    def read(file, dtype="float64", always_2d=False, **_):
-        with wave.open(str(file)) as opened:
-            samples = np.frombuffer(opened.readframes(opened.getnframes()), np.int16)
-        samples = samples.astype(dtype) / 2**15
-        return samples[:, None] if always_2d else samples, opened.getframerate()
-
-    vars(module)["read"] = read
-    sys.modules["soundfile"] = module
+    np.random.default_rng = _seeded_rng
+    sys.modules["soundfile"] = types.ModuleType("soundfile")
+    vars(sys.modules["soundfile"])["read"] = _read_wave
     for name in ("torchaudio", "torchaudio.sox_effects"):
         sys.modules.setdefault(name, types.ModuleType(name))
 
@@ -290,6 +281,7 @@ def trainer_of(cfg: DictConfig) -> Trainer:
     for name in ("fairseq", "fairseq_tutel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     add_names()
+    stand_in()
     distributed = cfg.distributed_training
     distributed.distributed_rank, distributed.distributed_world_size = process_world()
     task = tasks.setup_task(cfg.task)

@@ -12,11 +12,9 @@ from fairseq.logging import metrics
 from helpers import architectures
 from helpers.architectures import ROWS
 from helpers.assertions import rms_ratio
-from helpers.distributed import on_ranks
 from helpers.training import save
 
 from fairseq_tutel import training
-from fairseq_tutel.distributed import gather_texts, is_expert
 from fairseq_tutel.integrations.fairseq.models import listing as listing_module
 from fairseq_tutel.integrations.fairseq.models import stock_layers
 from fairseq_tutel.integrations.fairseq.models.listing import TRAINED, listing
@@ -25,17 +23,14 @@ from fairseq_tutel.integrations.fairseq.trainer import trainer as trainers
 from fairseq_tutel.moe.model import moe_layers
 
 
-@pytest.fixture(autouse=True)
-def modules_as_before():
-    yield
-    architectures.take_back()
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data")
-    architectures.make_data(path)
-    return str(path)
+def wav2vec_set(made_data, tmp_path_factory):
+    """A model with experts that others begin with, and the file of its set."""
+    trainer = architectures.make_trainer(ROWS["wav2vec2"], made_data, "--optimizer", "adam")
+    path = str(tmp_path_factory.mktemp("wav2vec") / "x.pt")
+    save(trainer, path, 0)
+    architectures.take_back()
+    return trainer.model, path
 
 
 class InSevenths(CrossEntropyCriterion):
@@ -46,16 +41,16 @@ class InSevenths(CrossEntropyCriterion):
         return 7 * loss, 7 * size, {**log, "loss": 7 * log["loss"], "sample_size": 7 * size}
 
 
-def _language_model(folder, *options):
-    return architectures.make_trainer(ROWS["transformer_lm"], folder, *options)
+def _language_model(data, *options):
+    return architectures.make_trainer(ROWS["transformer_lm"], data, *options)
 
 
 @pytest.mark.parametrize("criterion", ["cross_entropy", "in_sevenths", "moe_cross_entropy"])
-def test_any_criterion_gets_the_gate_loss_once(criterion, folder):
+def test_any_criterion_gets_the_gate_loss_once(criterion, data):
     if "in_sevenths" not in criterions.CRITERION_REGISTRY:
         register = criterions.register_criterion("in_sevenths", CrossEntropyCriterionConfig)
         register(InSevenths)
-    trainer = _language_model(folder, "--criterion", criterion, "--clip-norm", "0")
+    trainer = _language_model(data, "--criterion", criterion, "--clip-norm", "0")
     model = trainer.model.train()
     ((sample,),) = architectures.batches(trainer, 1, total=1)
     with training.collect_aux(model) as aux:
@@ -76,12 +71,12 @@ def test_any_criterion_gets_the_gate_loss_once(criterion, folder):
 
 
 @pytest.mark.parametrize("name", ["transformer_align", "transformer_lm"])
-def test_a_criterion_keeps_the_default_of_its_own_weight(name, folder, monkeypatch):
+def test_a_criterion_keeps_the_default_of_its_own_weight(name, data, monkeypatch):
     """Beside a class with a namespace or a dataclass; a weight that is given is for both."""
     monkeypatch.setattr(architectures, "SPARSE", "--moe-expert-count 4")
     for given, want in (([], [1.0, None]), (["--moe-gate-loss-wt", "0.5"], [0.5, 0.5])):
         flags = ["--criterion", "moe_cross_entropy", *given]
-        trainer = architectures.make_trainer(ROWS[name], folder, *flags)
+        trainer = architectures.make_trainer(ROWS[name], data, *flags)
         found = trainer.criterion.gate_loss_weight, trainer.cfg.model.moe_gate_loss_wt
         assert list(found) == want
 
@@ -114,58 +109,43 @@ def test_the_listing_names_stacks_or_why_there_are_none():
     assert {name for name, verdict in verdicts.items() if verdict == "trains"} == TRAINED
 
 
-def test_blocks_are_chosen_by_their_names_or_none_is(folder):
-    only = _language_model(folder, "--moe-blocks", r"layers\.0$").model
+def test_blocks_are_chosen_by_their_names(data):
+    only = _language_model(data, "--moe-blocks", r"layers\.0$").model
     assert list(moe_layers(only)) == ["decoder.layers.0.fc1"]
-    dense = _language_model(folder, "--moe-freq", "0")
+    dense = _language_model(data, "--moe-freq", "0")
     assert type(dense).__name__ == "Trainer" and not moe_layers(dense.model)
-    with pytest.raises(ValueError, match="--moe-freq 3 makes no MoE layer .decoder.layers has 2"):
-        _language_model(folder, "--moe-freq", "3")
 
 
-def test_a_model_without_a_known_block_is_refused_by_name(folder):
-    row = ROWS["transformer_lm"]._replace(arch="lstm_lm", options=ROWS["transformer_lm"].options
-        .partition(" --decoder-layers")[0] + " --decoder-layers 1")  # fmt: skip
-    with pytest.raises(ValueError, match="LSTMLanguageModel has no layer whose .* --moe-blocks"):
-        architectures.make_trainer(row, folder)
+LSTM = ROWS["transformer_lm"].options.partition(" --decoder-layers")[0] + " --decoder-layers 1"
+WIDE = "--moe-overlap-degree auto --decoder-embed-dim 32 --decoder-output-dim 32"
 
 
-DROPPED = {"roberta": "--encoder-layerdrop 0.5", "wav2vec2": "--encoder-layerdrop 0.5"}
+@pytest.mark.parametrize("row, option, why", [
+    ("transformer_lm", "--moe-freq 3", "--moe-freq 3 makes no MoE layer .decoder.layers has 2"),
+    (ROWS["transformer_lm"]._replace(arch="lstm_lm", options=LSTM), "",
+     "LSTMLanguageModel has no layer whose .* --moe-blocks"),
+    ("transformer_align", WIDE, "'auto' for overlap_degree: .* 16 and 32 wide"),
+    # what would have no effect on the experts of a file
+    ("wav2vec_ctc", "--moe-lora-rank 4", "all experts come from .*x.pt, .* with 0: leave"),
+    ("wav2vec_ctc", "--moe-load-bias sign", "all experts come from .* with none: leave"),
+    ("wav2vec_ctc", "--moe-expert-count 8", "all experts come from .* with 4: leave"),
+    ("wav2vec_seq2seq", "--moe-load-bias sign", "layers with --moe-load-bias none and sign"),
+    ("wav2vec_seq2seq", "--moe-expert-count 8", "layers with --moe-expert-count 4 and 8"),
+])  # fmt: skip
+def test_refusals(row, option, why, data, wav2vec_set):
+    more = ["--w2v-path", wav2vec_set[1]] if "wav2vec" in row else []
+    row = ROWS[row] if isinstance(row, str) else row
+    with pytest.raises(ValueError, match=why):
+        architectures.make_trainer(row, data, *more, *option.split())
 
 
-@on_ranks(2)
-def test_ranks_skip_the_same_layers(folder):
-    """Both kinds of layer drop in fairseq; ranks that part would hang, or differ afterwards."""
-    architectures.stand_in()
-    for name, options in DROPPED.items():
-        # a load bias, which passes without a layer do not move
-        flags = ["--moe-freq", "1", "--moe-load-bias", "sign", *options.split()]
-        cfg = architectures.make_config(ROWS[name], folder, *flags)
-        trainer = architectures.trainer_of(cfg)
-        called: list[int] = []
-
-        def note(layer, args, y, called=called):
-            called.append(layer.layer_index)
-
-        for layer in moe_layers(trainer.model).values():
-            layer.register_forward_hook(note)
-        for samples in architectures.batches(trainer, 6, total=4):
-            trainer.train_step(samples)
-        assert gather_texts(str(called)) == [str(called)] * 2
-        assert 0 < len(called) < 24 and len(set(called)) == 2
-        dense = [p for p in trainer.model.parameters() if not is_expert(p)]
-        sums = gather_texts(str([float(p.double().sum()) for p in dense]))
-        assert sums[0] == sums[1]
-
-
-def _gradients(row, folder, *options):
-    trainer = architectures.make_trainer(row, folder, *options, "--clip-norm", "0")
+def _gradients(row, data, *options):
+    trainer = architectures.make_trainer(row, data, *options, "--clip-norm", "0")
     trainer.train_step(next(architectures.batches(trainer, 1)))
     return {name: p.grad for name, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("option", ["--checkpoint-activations", "--offload-activations"])
-def test_checkpointed_layers_keep_the_gate_loss(option, folder, monkeypatch):
+def test_checkpointed_layers_keep_the_gate_loss(data, monkeypatch):
     """The same gradients as without, of all parameters and in padded batches."""
     offloaded = []
 
@@ -175,17 +155,18 @@ def test_checkpointed_layers_keep_the_gate_loss(option, folder, monkeypatch):
 
     monkeypatch.setattr(stock_layers, "save_on_cpu", Offload)
     flags = ["--moe-freq", "1", "--use-moe-pad-mask"]
-    want = _gradients(ROWS["bart"], folder, *flags)
-    found = _gradients(ROWS["bart"], folder, *flags, option)
-    inputs = [x for x in offloaded if x.requires_grad]  # of 4 layers, 2 with another input
-    assert len(inputs) == (2 * 6 if option.startswith("--off") else 0)  # 2 batches
-    for name, grad in want.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+    want = _gradients(ROWS["bart"], data, *flags)
+    for option, number in (("--checkpoint-activations", 0), ("--offload-activations", 6)):
+        found = _gradients(ROWS["bart"], data, *flags, option)
+        inputs = [x for x in offloaded if x.requires_grad]  # of 4 layers, 2 with another input
+        assert len(inputs) == 2 * number  # 2 batches
+        for name, grad in want.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_padding_goes_to_no_expert(folder):
+def test_padding_goes_to_no_expert(data):
     flags = ["--moe-freq", "1", "--use-moe-pad-mask"]
-    trainer = architectures.make_trainer(ROWS["bart"], folder, *flags)
+    trainer = architectures.make_trainer(ROWS["bart"], data, *flags)
     (sample,) = next(architectures.batches(trainer, 1, total=1))
     with training.collect_aux(trainer.model) as aux:
         trainer.model(**sample["net_input"])
@@ -198,10 +179,9 @@ def test_padding_goes_to_no_expert(folder):
         assert int(load_E.sum()) == 2 * tokens[name.partition(".")[0]], name
 
 
-def test_frozen_layers_add_no_gate_loss_and_thaw(folder):
-    architectures.stand_in()
+def test_frozen_layers_add_no_gate_loss_and_thaw(data):
     row, flags = ROWS["wav2vec_ctc"], ["--moe-load-bias", "sign"]
-    trainer = architectures.make_trainer(row, folder, "--freeze-finetune-updates", "1", *flags)
+    trainer = architectures.make_trainer(row, data, "--freeze-finetune-updates", "1", *flags)
     gate = trainer.model.get_submodule(f"{row.stacks[0]}.1.fc1.gate")
     updates = architectures.batches(trainer, 2)
     trainer.train_step(next(updates))
@@ -211,9 +191,9 @@ def test_frozen_layers_add_no_gate_loss_and_thaw(folder):
     assert gate.wg.weight.grad.any() and gate.load_bias.any()
 
 
-def test_metrics_are_means_over_the_layers_that_were_called(folder):
+def test_metrics_are_means_over_the_layers_that_were_called(data):
     flags = ["--moe-freq", "1", "--encoder-layerdrop", "0.6"]
-    trainer = architectures.make_trainer(ROWS["roberta"], folder, *flags)
+    trainer = architectures.make_trainer(ROWS["roberta"], data, *flags)
     stock, passes = trainer.criterion.forward, []
 
     def forward(model, *args, **kwargs):
@@ -236,48 +216,29 @@ def test_metrics_are_means_over_the_layers_that_were_called(folder):
 
 
 @pytest.mark.parametrize("dense", [True, False])
-def test_finetuning_builds_on_a_model_with_experts(dense, folder, tmp_path):
+def test_finetuning_builds_on_a_model_with_experts(dense, data, wav2vec_set):
     """By the dense name and by the other one: both find the experts inside, and train them."""
-    architectures.stand_in()
-    path = str(tmp_path / "x.pt")
-    inner = architectures.make_trainer(ROWS["wav2vec2"], folder, "--optimizer", "adam")
-    save(inner, path, 0)
-    row = ROWS["wav2vec_ctc"]
-    outer = architectures.make_trainer(row, folder, "--w2v-path", path, dense=dense)
+    inner, path = wav2vec_set
+    outer = architectures.make_trainer(ROWS["wav2vec_ctc"], data, "--w2v-path", path, dense=dense)
     assert type(outer).__name__ == "MoETrainer"
     prefix = "w2v_encoder.w2v_model."
     names = [name.removeprefix(prefix) for name in moe_layers(outer.model)]
-    assert names == list(moe_layers(inner.model)) == ["encoder.layers.1.fc1"]
-    for name, value in inner.model.encoder.layers[1].named_parameters():
+    assert names == list(moe_layers(inner)) == ["encoder.layers.1.fc1"]
+    for name, value in inner.encoder.layers[1].named_parameters():
         other = outer.model.get_parameter(f"{prefix}encoder.layers.1.{name}")
         assert torch.equal(other, value), name
     outer.train_step(next(architectures.batches(outer, 1)))
     assert outer.model.get_parameter(f"{prefix}encoder.layers.1.fc1.gate.wg.weight").grad.any()
 
 
-def test_what_would_have_no_effect_on_experts_of_a_checkpoint_is_refused(folder, tmp_path):
-    architectures.stand_in()
-    path = str(tmp_path / "x.pt")
-    save(architectures.make_trainer(ROWS["wav2vec2"], folder, "--optimizer", "adam"), path, 0)
-    for name, option, why in (
-        ("wav2vec_ctc", "--moe-lora-rank 4", "all experts come from .*x.pt, .* with 0: leave"),
-        ("wav2vec_ctc", "--moe-load-bias sign", "all experts come from .* with none: leave"),
-        ("wav2vec_ctc", "--moe-expert-count 8", "all experts come from .* with 4: leave"),
-        ("wav2vec_seq2seq", "--moe-load-bias sign", "layers with --moe-load-bias none and sign"),
-        ("wav2vec_seq2seq", "--moe-expert-count 8", "layers with --moe-expert-count 4 and 8"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            architectures.make_trainer(ROWS[name], folder, "--w2v-path", path, *option.split())
-
-
-@pytest.mark.parametrize("name", ["bart", "s2t_conformer", "transformer_lm"])
-def test_programs_load_what_was_saved(name, folder, tmp_path):
+@pytest.mark.parametrize("name", ["bart", "transformer_lm"])
+def test_programs_load_what_was_saved(name, data, tmp_path):
     """The model of a class with a namespace or a dataclass, also with experts in int8.
 
     Generation then drops nothing.
     """
     limit = ["--moe-eval-capacity-factor", "0.1"]
-    trainer = architectures.make_trainer(ROWS[name], folder, "--optimizer", "adam", *limit)
+    trainer = architectures.make_trainer(ROWS[name], data, "--optimizer", "adam", *limit)
     (sample,) = next(architectures.batches(trainer, 1, total=1))
     path = str(tmp_path / "x.pt")
     save(trainer, path, 0)
@@ -321,14 +282,14 @@ def _outputs(trainer, sample):
 
 
 @pytest.mark.parametrize("name", ["transformer_lm", "s2t_conformer", "multilingual_transformer"])
-def test_a_dense_checkpoint_becomes_experts_that_compute_the_same(name, folder, tmp_path):
+def test_a_dense_checkpoint_becomes_experts_that_compute_the_same(name, data, tmp_path):
     row, path = ROWS[name], str(tmp_path / "dense.pt")
-    dense = architectures.make_trainer(row, folder, dense=True)
+    dense = architectures.make_trainer(row, data, dense=True)
     ((sample,),) = architectures.batches(dense, 1, total=1)
     dense.train_step([dict(sample)])
     dense.consolidate_optimizer()
     dense.save_checkpoint(path, {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}})
-    sparse = architectures.make_trainer(row, folder)
+    sparse = architectures.make_trainer(row, data)
     gates = {n: p.clone() for n, p in sparse.model.named_parameters() if "gate.wg" in n}
     sparse.load_checkpoint(path)
     assert moe_layers(sparse.model) and sparse.get_num_updates() == 0

@@ -69,23 +69,18 @@ def test_an_error_is_one_line_with_consumers_and_options(options, helps):
 
 
 @pytest.mark.parametrize("name", ["s2t_transformer", "wav2vec2"])
-def test_of_any_architecture_it_is_what_the_parameters_need(name, tmp_path, caplog):
+def test_of_any_architecture_it_is_what_the_parameters_need(name, data, caplog):
     """With experts of today, and with those of a growth."""
-    architectures.stand_in()
-    architectures.make_data(tmp_path / "data")
-    row, adam = ROWS[name], ("--optimizer", "adam", "--moe-expert-count")
-    trainer = architectures.make_trainer(row, f"{tmp_path}/data", *adam, "4")
-    before = torch.get_rng_state()
+    words = "--optimizer", "adam", "--moe-expert-count"
+    trainer = architectures.make_trainer(ROWS[name], data, *words, "4")
     needs = trainer.memory_of_step(), trainer.memory_of_step(8)
-    assert torch.equal(torch.get_rng_state(), before)
     with caplog.at_level("INFO", logger=LOGGER):
         trainer._memory_logged = False
         trainer.begin_epoch(2)
     assert "memory estimate without activations: a step needs " in caplog.text
-    grown = architectures.make_trainer(row, f"{tmp_path}/data", *adam, "8")
-    architectures.take_back()
-    params = [sum(p.numel() for p in each.get_model().parameters()) for each in (trainer, grown)]
-    for number, need in zip(params, needs, strict=True):
+    grown = architectures.make_trainer(ROWS[name], data, *words, "8")
+    for each, need in zip((trainer, grown), needs, strict=True):
+        number = sum(p.numel() for p in each.get_model().parameters())
         assert need.kinds["weights"] == need.kinds["gradients"] == 4 * number
         assert need.kinds["optimizer statistics"] == 8 * number
         assert "activations" not in need.kinds

@@ -109,19 +109,10 @@ def test_a_resumed_run_writes_later_updates_again(tmp_path):
     assert [each["update"] for each in read(tmp_path, 1)] == [0, 2]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data")
-    architectures.stand_in()
-    architectures.make_data(path)
-    yield str(path)
-    architectures.take_back()
-
-
-def _trace_of(name, folder, tmp_path, *options):
+def _trace_of(name, data, tmp_path, *options):
     """A trainer of any architecture, its batch of an update, and the trace of that update."""
     words = ["--moe-freq", "1", "--moe-trace", str(tmp_path), *options]
-    trainer = architectures.make_trainer(ROWS[name], folder, *words)
+    trainer = architectures.make_trainer(ROWS[name], data, *words)
     best = {}
     for layer_name, layer in moe_layers(trainer.get_model()).items():
 
@@ -136,9 +127,9 @@ def _trace_of(name, folder, tmp_path, *options):
     return trainer, samples[0], best, head, lines
 
 
-def test_any_model_with_text_has_its_tokens(folder, tmp_path):
+def test_any_model_with_text_has_its_tokens(data, tmp_path):
     """Both stacks of BART, whose embedding they share; choices beside the gates' logits."""
-    trainer, sample, best, head, (line,) = _trace_of("bart", folder, tmp_path)
+    trainer, sample, best, head, (line,) = _trace_of("bart", data, tmp_path)
     for stack, name in (("encoder.layers", "src_tokens"), ("decoder.layers", "prev_output_tokens")):
         given = sample["net_input"][name]
         live = given != 1
@@ -151,9 +142,9 @@ def test_any_model_with_text_has_its_tokens(folder, tmp_path):
     assert set(head["experts"]) == set(line["choices"])
 
 
-def test_frames_of_speech_have_choices_without_tokens(folder, tmp_path):
+def test_frames_of_speech_have_choices_without_tokens(data, tmp_path):
     """Without those of padding; both blocks of a conformer's layer have a name."""
-    trainer, sample, best, head, (line,) = _trace_of("s2t_conformer", folder, tmp_path)
+    trainer, sample, best, head, (line,) = _trace_of("s2t_conformer", data, tmp_path)
     stack = "encoder.conformer_layers"
     names = {f"{stack}.{i}/{ffn}" for i in (0, 1) for ffn in ("ffn1/w_1", "ffn2/w_1")}
     assert {name for name in line["choices"] if name.startswith(stack)} == names
@@ -170,9 +161,9 @@ def test_frames_of_speech_have_choices_without_tokens(folder, tmp_path):
     assert sum(trace.pairs[f"{stack}.0/ffn1/w_1"].values()) == 2 * frames.sum()
 
 
-def test_calls_of_one_pass_are_lines(folder, tmp_path):
+def test_calls_of_one_pass_are_lines(data, tmp_path):
     """Three runs of a decoder, each with the tokens that it got; two pairs of languages."""
-    trainer, sample, best, _, lines = _trace_of("levenshtein_transformer", folder, tmp_path / "1")
+    trainer, sample, best, _, lines = _trace_of("levenshtein_transformer", data, tmp_path / "1")
     first = sample["prev_target"]
     assert lines[0]["tokens"]["decoder.layers"] == first[first != 1].tolist()
     assert [len(each) for each in best.values()] == [1, 1] + [len(lines)] * 2 and len(lines) == 3
@@ -180,8 +171,8 @@ def test_calls_of_one_pass_are_lines(folder, tmp_path):
         assert ("encoder.layers.0" in line["choices"]) == (number == 0)
         tokens = line["tokens"]["decoder.layers"]
         assert len(line["choices"]["decoder.layers.0"]) == len(tokens)
-    trainer, sample, _, _, lines = _trace_of("multilingual_transformer", folder, tmp_path / "2")
+    trainer, sample, _, _, lines = _trace_of("multilingual_transformer", data, tmp_path / "2")
     assert len(lines) == len(trainer.task.lang_pairs)
     # a model of two channels embeds both before its layers: nobody says whose tokens they are
-    *_, lines = _trace_of("speech_dlm", folder, tmp_path / "3")
+    *_, lines = _trace_of("speech_dlm", data, tmp_path / "3")
     assert {line["tokens"]["decoder.layers"] for line in lines} == {None}
