@@ -28,7 +28,7 @@ TEXTS = (  # 12 of them
 TRANSLATED = f"fairseq-generate {PAIRS}"  # 10 of them
 VALIDATED = f"fairseq-validate {LM} --task language_modeling --valid-subset valid"  # 16 blocks
 READ = f"fairseq-interactive {PAIRS.replace('--gen-subset test', '')}"
-TORCHRUN, LAUNCHER = "torchrun", "launcher"
+TORCHRUN, LAUNCHER, EOS = "torchrun", "launcher", "--sample-break-mode eos"
 
 
 def over(**options):
@@ -45,15 +45,11 @@ QUICK = [
     (f"{VALIDATED} --batch-size 6", TORCHRUN),
 ]
 LONG = [
-    (f"{SCORED} --batch-size 12 {over(moe_expert_dtype='int8')}", TORCHRUN),
     (f"{SCORED} --batch-size 12 {over(moe_expert_dtype='bf16')}", LAUNCHER),
     (f"{SCORED} --batch-size 12 {over(moe_map_experts=True)}", TORCHRUN),
     (f"{SCORED} --batch-size 12 {over(moe_expert_parallel_size=1)}", LAUNCHER),
     (f"{SCORED} --batch-size 99 --context-window 4 {over(moe_expert_dtype='int8')}", LAUNCHER),
-    (
-        f"{WORDS} --batch-size 5 --post-process subword_nmt --sample-break-mode eos {over()}",
-        TORCHRUN,
-    ),
+    (f"{WORDS} --batch-size 5 --post-process subword_nmt {EOS} {over()}", TORCHRUN),
     (f"{TEXTS} --batch-size 4 {over(moe_map_experts=True)}", TORCHRUN),
     (f"{TEXTS} --batch-size 4 {over(moe_expert_parallel_size=2)}", LAUNCHER),
     (f"{TEXTS} --batch-size 99 {over(moe_expert_parallel_size=2)}", TORCHRUN),
