@@ -17,16 +17,11 @@ def data_bin(tmp_path_factory, programs):
         for paragraph in text.split("\n\n")
     ]
     paragraphs = [words for words in paragraphs if 3 < len(words) < 60]
-    for split, part in (
-        ("train", paragraphs[:700]),
-        ("valid", paragraphs[700:780]),
-        ("test", paragraphs[780:840]),
-    ):
-        lines = "\n".join(" ".join(words) for words in part)
-        (folder / f"{split}.txt").write_text(lines + "\n")
-    command = ["--only-source", "--nwordssrc", "1000"]
-    for split in ("train", "valid", "test"):
-        command += [f"--{split}pref", str(folder / f"{split}.txt")]
-    command += ["--destdir", str(folder / "bin"), "--workers", "1"]
-    forked(programs, 1, "fairseq-preprocess", *command)
+    parts = {"train": paragraphs[:700], "valid": paragraphs[700:780], "test": paragraphs[780:840]}
+    command = ["--only-source", "--nwordssrc", "1000", "--destdir", str(folder / "bin")]
+    for split, part in parts.items():
+        file = folder / f"{split}.txt"
+        file.write_text("".join(f"{' '.join(words)}\n" for words in part))
+        command += [f"--{split}pref", str(file)]
+    forked(programs, 1, "fairseq-preprocess", *command, "--workers", "1")
     return folder / "bin"

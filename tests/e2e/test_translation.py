@@ -55,24 +55,10 @@ _LANGUAGES = """--user-dir fairseq_tutel --task translation_multi_simple_epoch -
     --add-data-source-prefix-tags"""
 
 
-def said(programs, program, path, more, pattern, ranks=1):
-    """Output of a program that reads a set, and what a pattern finds in its lines."""
+def run(programs, program, path, more, ranks=1, **how):
+    """Output of a program that reads a set."""
     command = [str(DATA), *_LANGUAGES.split(), "--path", str(path), *more.split()]
-    output = forked(programs, ranks, program, *command)
-    return output, re.findall(pattern, output, re.MULTILINE)
-
-
-def translated(programs, path, more=""):
-    """Output of fairseq-generate; (number, score, text) of its hypotheses."""
-    given = f"-s de -t en --gen-subset test --max-len-b 8 {more}"
-    return said(programs, "fairseq-generate", path, given, r"^H-(\d+)\t(\S+)\t(.*)$")
-
-
-def assert_same_translations(one, other):
-    assert len(one) == len(other) == 10
-    for mine, theirs in zip(sorted(one), sorted(other), strict=True):
-        assert (mine[0], mine[2]) == (theirs[0], theirs[2])
-        assert float(mine[1]) == pytest.approx(float(theirs[1]), abs=1e-5)
+    return forked(programs, ranks, program, *command, **how)
 
 
 @pytest.fixture(scope="module")
@@ -102,46 +88,37 @@ def test_ablation_flags_train(programs, tmp_path):
 
 
 def test_generates_and_validates_what_was_trained(trained, programs):
-    folder, log = trained
-    path = folder / "checkpoint_last.pt"
-    found = [translated(programs, path, f"--beam 2 --batch-size {n}")[1] for n in (1, 8)]
-    assert_same_translations(*found)
+    """A model beside itself, an ensemble, says what it says alone; interactive, what generate."""
+    path, log = trained[0] / "checkpoint_last.pt", trained[1]
+    found = []
+    for file, how in ((path, "--batch-size 1"), (path, "--batch-size 8"),
+                      (f"{path}:{path}", "--batch-size 8 --scoring sacrebleu")):  # fmt: skip
+        given = f"-s de -t en --gen-subset test --max-len-b 8 --beam 2 {how}"
+        output = run(programs, "fairseq-generate", file, given)
+        lines = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", output, re.MULTILINE)
+        found.append({number: (text, float(score)) for number, score, text in lines})
+    assert "BLEU = " in output
+    for hypotheses in found:
+        assert len(hypotheses) == 10 and hypotheses.keys() == found[0].keys()
+        for number, (text, score) in hypotheses.items():
+            assert found[0][number] == (text, pytest.approx(score, abs=1e-5))
+    sources = dict(re.findall(r"^S-(\d+)\t(?:__de__ )?(.*)$", output, re.MULTILINE))
+    numbers = sorted(sources, key=int)[:3]
+    given = "-s de -t en --beam 2 --max-len-b 8"
+    text = "".join(f"{sources[number]}\n" for number in numbers)
+    output = run(programs, "fairseq-interactive", path, given, text=text)
+    said = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", output, re.MULTILINE))
+    assert [said[str(i)] for i in range(3)] == [found[0][number][0] for number in numbers]
+
     command = [str(DATA), *_LANGUAGES.replace("--add-data-source-prefix-tags", "").split()]
     command += ["--path", str(path), "-s", "de", "-t", "en", "--gen-subset", "test"]
     text = forked(programs, 1, "fairseq-generate", *command, expect=1)
     assert "symbols, and this one has" in text and "or --add-data-source-prefix-tags" in text
     # three batches on two ranks
-    rows = []
+    given, rows = "--valid-subset valid --batch-size 4 --log-format json", []
     for ranks in (1, 2):
-        given = "--valid-subset valid --batch-size 4 --log-format json"
-        validated, _ = said(programs, "fairseq-validate", path, given, "", ranks)
-        rows += logged(validated, "valid")
+        rows += logged(run(programs, "fairseq-validate", path, given, ranks), "valid")
     in_training = logged(log, "valid")[-1]
     for row in rows:
         assert row["nll_loss"] == pytest.approx(in_training["nll_loss"], abs=2e-2)  # fp16 there
         assert row["nll_loss"] == pytest.approx(rows[0]["nll_loss"], abs=1e-3)
-
-
-def test_two_checkpoints_are_an_ensemble_and_sacrebleu_scores(trained, programs):
-    """A model beside itself says what it says alone."""
-    path = f"{trained[0]}/checkpoint_last.pt"
-    found = [
-        translated(programs, each, "--batch-size 8 --scoring sacrebleu")
-        for each in (path, f"{path}:{path}")
-    ]
-    assert all("BLEU = " in output for output, _ in found)
-    assert_same_translations(*(hypotheses for _, hypotheses in found))
-
-
-def test_interactive_says_what_generate_says(trained, programs, tmp_path):
-    path = trained[0] / "checkpoint_last.pt"
-    output, hypotheses = translated(programs, path, "--beam 4")
-    sources = dict(re.findall(r"^S-(\d+)\t(?:__de__ )?(.*)$", output, re.MULTILINE))
-    want = {number: text for number, _, text in hypotheses}
-    numbers = sorted(sources, key=int)[:3]
-    text = tmp_path / "sources.txt"
-    text.write_text("".join(f"{sources[n]}\n" for n in numbers), encoding="utf-8")
-    given = f"-s de -t en --beam 4 --max-len-b 8 --input {text}"
-    pattern = r"^H-(\d+)\t\S+\t(.*)$"
-    got = dict(said(programs, "fairseq-interactive", path, given, pattern)[1])
-    assert [got[str(i)] for i in range(3)] == [want[n] for n in numbers]
