@@ -21,9 +21,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 HOSTS="${HOSTS:-${FAIRSEQ:-fixed official main one-sixth varun-gumma}}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MAX_JOBS="${MAX_JOBS:-$(nproc)}"
 TESTS=(tests/integrations/fairseq/test_{golden,golden_translation,equivalence,requeue,start,errors,model}.py
-    tests/e2e/test_{programs,translation}.py tests/plan/test_{meta_config,plan_cli}.py
-    tests/launch/test_launch_{commands,processes}.py
-    tests/training/test_adam16.py tests/checkpoint/test_checkpoint_{golden,io}.py tests/test_versions.py)
+    tests/e2e/test_{programs,translation}.py tests/plan/test_plan_{any_model,cli}.py
+    tests/launch/test_launch_{job,processes}.py
+    tests/training/test_adam16.py tests/checkpoint/test_{checkpoint_files,metas_files}.py tests/test_versions.py)
 [ -z "${ONLY:-}" ] || read -ra TESTS <<<"$ONLY"
 
 # Prints the folder of a host's source: $1 its clone, $2 a commit of it.

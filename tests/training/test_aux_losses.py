@@ -117,6 +117,7 @@ def report(options, x, **padding):
         y = layer(x)
     aux.loss.backward()
     found = {"loss": aux.loss, "gradient": layer.gate.wg.weight.grad, "load": aux.load[""]}
+    found["kept"] = aux.layers[0][1].num_kept_per_expert_E
     metrics = {**aux.metrics_dict(), **aux.utilisation()}
     metrics.pop("moe_util_slot")  # of all rows of the buffers
     found |= {name: torch.tensor(value) for name, value in metrics.items()}
