@@ -8,7 +8,7 @@
 #   bash scripts/quickstart.sh book.txt notes/     # on your own text: UTF-8 files, folders of them
 #
 # With --translation, a multilingual translation model: accuracy and BLEU on held-out sentences,
-# three translations, and which experts each language uses; about 4 minutes. Results:
+# three translations, and which experts each language uses; about 3 minutes. Results:
 # runs/quickstart-translation.
 #
 #   bash scripts/quickstart.sh --translation                      # numbers in words (num2words)
