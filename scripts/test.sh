@@ -29,8 +29,10 @@ case "${1:-}" in
     export FAKE_GPU=1
     style="" stage=(-m "not gpu and not long and not extras" tests/{moe,ops,backends,distributed})
     ;;
-"") stage=(-m "not long and not extras") ;;
-*) stage=() ;;
+*)
+    stage=()
+    [[ "$*" == *tests* ]] || stage=(-m "not long and not extras")  # options alone: still the default
+    ;;
 esac
 source scripts/setup_env.sh
 

@@ -13,12 +13,14 @@ from helpers.training import convert
 
 import fairseq_tutel
 from fairseq_tutel.__main__ import main
+from fairseq_tutel.config.options import flag_name
 from fairseq_tutel.integrations.fairseq.criterions import CRITERIONS
 from fairseq_tutel.integrations.fairseq.models import ARCHITECTURES, TransformerLMGPTMoEConfig
 from fairseq_tutel.integrations.fairseq.models.transformer_fields import FlatTransformerConfig
 from fairseq_tutel.integrations.fairseq.options import help
 from fairseq_tutel.integrations.fairseq.options.benchmark import Benchmark, FormerFlags
 from fairseq_tutel.integrations.fairseq.options.bundles import members
+from fairseq_tutel.integrations.fairseq.options.fields import CONFIGS
 from fairseq_tutel.integrations.fairseq.options.options import moe_config, run_options
 
 ARCH = "transformer_lm_gpt_moe"
@@ -279,6 +281,20 @@ PARENTS = {
     "moe_cmr_xgpu": ("", "--moe-cmr --cmr-gate-loss-wt 0.1"),
     "cmr_gate_drop": ("0.1", "--moe-cmr"),
 }
+# These only say which value of another option they do not go with.
+NOT_CHILDREN = {
+    "moe_gating_use_fp32", "moe_expert_dtype", "moe_num_expert_groups", "moe_load_bias",
+}  # fmt: skip
+BESIDE_ANOTHER = r"with --moe|for an 'auto'|step of --|[Nn]eeds --moe|^> 0: --|^in training, --"
+
+
+def test_the_table_has_all_options_that_need_another():
+    own = help.every_option().values()
+    frozen = [field for config in CONFIGS for field in dataclasses.fields(config)]
+    stated = {flag_name(field) for field in frozen if field.metadata["needs"]}
+    stated |= {field.name for field in own if field.metadata.get("needs")}
+    told = {field.name for field in own if re.search(BESIDE_ANOTHER, field.metadata["help"])}
+    assert PARENTS.keys() == stated | told - NOT_CHILDREN
 
 
 @pytest.mark.parametrize("option", PARENTS)

@@ -3,17 +3,15 @@ with conditional routing: the mixture, its budget in the loss, and the branch's 
 
 import copy
 from argparse import Namespace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from fairseq import options, tasks, utils
-from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.distributed import run_ranks
-from helpers.training import convert, make_trainer
+from helpers.training import make_trainer
 from helpers.translation import PAD, LoopOverExperts, make_pairs, pair_config
 from omegaconf import open_dict
 from torch import nn
@@ -21,7 +19,7 @@ from torch import nn
 from fairseq_tutel.checkpoint.layout import split_dense_expert, without_aliases
 from fairseq_tutel.distributed import agreement, process_world
 from fairseq_tutel.integrations.fairseq.criterions.conditional_routing import Budget
-from fairseq_tutel.integrations.fairseq.models import TransformerMoE, TransformerMoEConfig
+from fairseq_tutel.integrations.fairseq.models import TransformerMoEConfig
 from fairseq_tutel.integrations.fairseq.options import data_tags
 from fairseq_tutel.integrations.fairseq.options.command_line import REFUSED_TASKS
 from fairseq_tutel.integrations.fairseq.options.options import run_options
@@ -217,39 +215,6 @@ def test_over_ranks_the_budget_is_that_of_one_process_with_all_tokens():
     torch.testing.assert_close([got for _, got in found], [each.grad for each in gates])
     want = [(10 + rank) * abs(_share_of(rank).mean().item() - 0.9) for rank in range(2)]
     assert [value for value, _ in alone] == pytest.approx(want, rel=1e-6)
-
-
-SIZES = ("encoder_embed_dim", "encoder_ffn_embed_dim", "encoder_layers", "encoder_attention_heads",
-         "decoder_layers", "decoder_attention_heads", "dropout", "attention_dropout",
-         "encoder_normalize_before")  # fmt: skip
-
-
-def _configured(arch, *words):
-    given = ["--task", "dummy_mt", "--arch", arch, *words]
-    args = options.parse_args_and_arch(options.get_training_parser(), input_args=given)
-    return convert(args).model
-
-
-@pytest.mark.parametrize("ours, stock", [("", ""), ("_base", "_wmt_en_de"),
-                                         ("_big", "_wmt_en_de_big")])  # fmt: skip
-def test_sizes_are_stock_ones(ours, stock):
-    mine, theirs = _configured(f"transformer_moe{ours}"), _configured(f"transformer{stock}")
-    assert {name: mine[name] for name in SIZES} == {name: getattr(theirs, name) for name in SIZES}
-    assert mine.decoder_embed_dim in (None, theirs.decoder_embed_dim)
-
-
-def test_nllb_200_has_its_published_number_of_parameters():
-    """arXiv 2207.04672: 54.5 billion; its dictionary has 256,206 symbols."""
-    model_cfg = _configured("transformer_moe_nllb_54b", "--dict-size", "256202")
-    dictionary = Dictionary()
-    dictionary.symbols = [""] * 256206
-    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    with torch.device("meta"):
-        model = TransformerMoE.build_model(model_cfg, task)
-    total = sum(param.numel() for param in model.parameters())
-    assert total == pytest.approx(54.5e9, rel=1e-3)
-    numbers = [f"{side}.{i}" for side in ("encoder", "decoder") for i in range(3, 24, 4)]
-    assert list(model.moe_layers) == numbers and model.moe_groups.num_experts == 128
 
 
 def test_padding_takes_no_capacity_with_the_mask():
