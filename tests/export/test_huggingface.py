@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
 from exported_models import (
     CASES,
     VOCABULARY,
@@ -25,8 +26,6 @@ from helpers.commands import ROOT
 from helpers.golden import GOLDEN
 
 from fairseq_tutel.export import TokenizerFiles, export_huggingface
-
-transformers = pytest.importorskip("transformers", minversion="5")
 
 pytestmark = pytest.mark.extras
 
