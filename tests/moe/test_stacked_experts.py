@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from fairseq_tutel.moe import MoELayer
+from fairseq_tutel.training import add_lora
 
 
 def make(seed=0):
@@ -38,8 +39,11 @@ def test_weights_that_are_computed_from_others_are_refused():
     other = make()[1]
     parametrize.register_parametrization(other.experts, "fc1_weight", nn.Tanh())
     calls = lambda: layer(x), lambda: other(x), lambda: layer.load_state_dict({})  # noqa: E731
-    for use in (layer.state_dict, *calls):
-        with pytest.raises(ValueError, match="experts.fc1_weight is no parameter any more"):
+    adapted = make()[1]
+    add_lora(adapted, 2)
+    prune.l1_unstructured(adapted.experts, "fc2_lora_A", 0.5)
+    for use in (layer.state_dict, *calls, lambda: adapted(x)):
+        with pytest.raises(ValueError, match="experts.fc(1_weight|2_lora_A) is no parameter any more"):
             use()
 
 

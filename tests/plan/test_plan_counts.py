@@ -287,3 +287,23 @@ def test_gated_experts_are_counted_by_their_shapes():
         assert expert_sizes(layer.experts) == dict(zip(names, want, strict=True))
         held = sum(param.numel() for param in layer.experts.parameters())
         assert held == 4 * want[0]
+
+
+HALF = ["common.fp16=true", "common.memory_efficient_fp16=true"]
+
+
+@pytest.mark.parametrize(
+    "changes, moved",
+    [  # bytes read and written per parameter: norm, fp32 copies, largest statistics, update
+        ([], 4 + 0 + 0 + (3 + 4) * 4),
+        (HALF[:1], 2 + (3 * 4 + 2) + 0 + 3 * 2 + 4 * 4),
+        (HALF, 2 + 0 + 0 + 3 * 2 + 4 * 4),
+        ([*HALF, "optimizer.fp16_adam_stats=true"], 2 + 0 + 3 * 2 + 3 * 2 + 4 * 2),
+    ],
+    ids=["fp32", "copies", "no copies", "half statistics"],
+)
+def test_what_an_update_moves(changes, moved):
+    settings = small("optimizer.fp16_adam_stats=false", *changes, gpus=1)
+    plan = make_plan(settings, A100)
+    held = plan.parameters.dense + plan.parameters.local
+    assert plan.time.optimizer * A100.stream == pytest.approx(moved * held, rel=1e-9)
