@@ -235,6 +235,24 @@ def test_ranks_seeded_differently_hold_equal_replicas(prepare):
             assert is_zero or torch.equal(found[0], found[2]) == (not kept), (kind, name)
 
 
+@on_ranks(4)
+def test_gradients_are_accumulated_without_the_exchange_of_dense_ones():
+    """Two experts have a replica each."""
+    grads = []
+    for sync in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, DIM), MoELayer(DIM, 2, 16, top_k=1))
+        net = training.wrap_data_parallel(model)
+        drawn = torch.Generator().manual_seed(process_world()[0])
+        for last in (False, False, True):
+            x = torch.randn(6, DIM, generator=drawn)
+            with contextlib.nullcontext() if sync or last else net.no_sync():
+                net(x).square().mean().backward()
+        training.clip_grad_norm_(net, 0.5)
+        grads.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
 @on_ranks(2)
 def test_a_rank_steps_its_own_experts_and_some_of_the_rest():
     layers = nn.Linear(4, 40), nn.Linear(40, 4), MoELayer(4, 2, hidden_dim=8, seed=0)
