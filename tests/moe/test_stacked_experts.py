@@ -43,7 +43,7 @@ def test_weights_that_are_computed_from_others_are_refused():
     add_lora(adapted, 2)
     prune.l1_unstructured(adapted.experts, "fc2_lora_A", 0.5)
     for use in (layer.state_dict, *calls, lambda: adapted(x)):
-        with pytest.raises(ValueError, match="experts.fc(1_weight|2_lora_A) is no parameter any more"):
+        with pytest.raises(ValueError, match="(1_weight|2_lora_A) is no parameter any more"):
             use()
 
 
