@@ -199,7 +199,6 @@ def _run_of(
     if is_sparse():
         model.moe_expert_count = model.moe_expert_count or gpus  # as the model reads 0
         exchange_size(model.moe_expert_count, gpus, model.moe_expert_parallel_size)  # raises
-        exchange_config(model)  # raises
         routing = moe_config(model, model.moe_expert_count)
     return Run(
         name=name,
