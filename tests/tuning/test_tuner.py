@@ -98,6 +98,16 @@ def test_a_start_that_was_slow_at_first_has_another_chance():
     assert searched(choices, sample).choice == 0 and tried.count(0) > 1
 
 
+def test_the_choices_of_a_round_follow_from_the_rounds_before_it():
+    """Not from its own samples, which would add choices as outliers come."""
+    search, tried = Search([set()] * 4, 3), []
+    while search.round < 3:
+        search.samples = [100 + search.choice if search.round == 1 else 5000]
+        tried.append(search.choice)
+        search.end_trial()
+    assert tried == [3, 0, 1, 2, 0, 1, 3]
+
+
 def test_r_0_is_left_and_entered_wherever_a_search_begins():
     choices = space(8)
     gathered, inside = len(choices) - 1, choices.index(
