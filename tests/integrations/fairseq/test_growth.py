@@ -194,7 +194,10 @@ def test_a_trained_translation_model_becomes_one_of_stock_fairseq(tmp_path):
     (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([out])
     assert type(model) is TransformerModel
     built = make_trainer(pair_config(moe=False), sample).get_model()  # by stock's own parser
-    built.load_state_dict(load_file(out)["model"])
+    state = load_file(out)
+    theirs, criterion = {"_name", "label_smoothing", "sentence_avg"}, state["cfg"]["criterion"]
+    assert {name for name in criterion if "moe_" in name or name in theirs} == theirs
+    built.load_state_dict(state["model"])
     want = _logits(built, sample, False)
     torch.testing.assert_close(_logits(model, sample, False), want, **EXACT)
 
