@@ -19,7 +19,8 @@ NLLB_CASES = {
     "as NLLB": "",
     "other sizes of the sides, one sparse":
         "--encoder-layers 3 --decoder-layers 1 --encoder-moe-freq 3 --decoder-ffn-embed-dim 20 "
-        "--decoder-attention-heads 4 --activation-fn gelu --no-scale-embedding",
+        "--decoder-attention-heads 4 --activation-fn gelu --no-scale-embedding "
+        "--dropout 0.1 --attention-dropout 0.2 --activation-dropout 0.3",
     "all layers sparse, masks, capacity":
         "--moe-freq 1 --moe-eom 0.2 --moe-batch-prioritized-routing --use-moe-pad-mask "
         "--moe-normalize-gate-prob-before-dropping --moe-gating-use-model-dtype",

@@ -1,6 +1,7 @@
 """Translation models as transformers' NllbMoe: fairseq's logits, hypotheses and tokenization."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -50,8 +51,11 @@ def test_logits_are_those_of_fairseq(options, tmp_path):
     mask = sources.ne(1)
     with torch.no_grad():
         want = saved.model(sources, mask.sum(1), given)[0]
-        got = load(folder)(sources, attention_mask=mask.long(), decoder_input_ids=given).logits
+        model = load(folder)
+        got = model(sources, attention_mask=mask.long(), decoder_input_ids=given).logits
     assert want.std() > 0.1
+    for name, value in re.findall(r"--(\S*dropout) (\S+)", options):
+        assert getattr(model.config, name.replace("-", "_")) == float(value)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
