@@ -18,6 +18,7 @@ from fairseq_tutel.distributed import build_groups, process_world
 from fairseq_tutel.moe import MoELayer
 
 DIM, EXPERTS = 4, 4
+PARTS = "experts 0..1 of 4", "experts 2..3 of 4"  # of two ranks
 
 
 def build(placement="replicated", experts=EXPERTS, own=False, **options):
@@ -43,7 +44,10 @@ def check_ranks(folder):
         before = {name: value for name, value in mine.items() if name.startswith("1.")}
         with pytest.raises(ValueError, match="full_state_dict") as error:
             model.load_state_dict(other)
-        assert "1.experts_held" in str(error.value)
+        slices = [f"slice {index} of 2 of experts 0..0 of 1" for index in range(2)]
+        theirs, own = (slices if number == 2 else PARTS)[:: 1 if rank else -1]
+        wanted = f"1.experts_held: the state dict has {theirs}, but this rank holds {own}:"
+        assert wanted in str(error.value)
         after = model.state_dict()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
         model.load_state_dict(torch.load(path, weights_only=True))  # its own
