@@ -17,16 +17,18 @@ from fairseq_tutel.integrations.fairseq.criterions import (
     MoECrossEntropyCriterion,
     MoELabelSmoothedCrossEntropyCriterion,
 )
-from fairseq_tutel.integrations.fairseq.criterions.moe_criterion import join_passes
+from fairseq_tutel.integrations.fairseq.criterions.moe_criterion import collected_extra, join_passes
 from fairseq_tutel.moe import (
     METRIC_NAMES,
     UTILISATION_NAMES,
     WIRE_ERROR_NAMES,
     WIRE_LAYERS_NAMES,
     MoEAux,
+    MoELayer,
     RoutingCounts,
     utilisation,
 )
+from fairseq_tutel.training import collect_aux
 
 VOCABULARY, PAD = 6, 1
 TARGET = torch.tensor([[2, 3, 4], [5, PAD, PAD]])  # 4 tokens in 2 sentences
@@ -139,6 +141,20 @@ def test_loss_is_cross_entropy_plus_weighted_gate_loss(combine, total, transform
     unreduced, *_ = criterion(0.0, combine, transform)(model, sample(), reduce=False)
     assert unreduced.shape == (TARGET.numel(),)
     assert unreduced.sum().item() == pytest.approx(inner)
+
+
+def test_collected_counts_are_those_of_each_layer():
+    """The first is called once, the second twice, and the third not."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(MoELayer(8, 4, 8) for _ in range(3))
+    x, calls = torch.randn(12, 8), (0, 1, 1)
+    loads = torch.stack([layer(x, return_aux=True)[1].load_E for layer in model])
+    with collect_aux(model) as aux:
+        for number in calls:
+            model[number](x)
+    found = collected_extra(aux, model)["moe_counts"].load
+    wanted = loads * torch.tensor([[calls.count(number)] for number in range(3)])
+    assert not torch.equal(loads[0], loads[1]) and found.tolist() == wanted.tolist()
 
 
 def test_errors_on_the_wire_are_means_over_the_layers_that_have_one():
