@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from helpers.distributed import run_ranks
-from helpers.training import make_batch, make_config, make_trainer, own_batches
+from helpers.training import make_batch, make_config, make_trainer, own_batches, save
 from omegaconf import OmegaConf
 
 from fairseq_tutel.integrations.fairseq.trainer.trainer import MoETrainer
@@ -65,6 +66,18 @@ def test_models_without_experts_get_the_stock_trainer():
     for cfg in (make_config(moe=False), make_config("--moe-freq", "0")):
         assert type(make_trainer(cfg)) is Trainer
     assert type(make_trainer(make_config("--moe-expert-count", "2"))) is MoETrainer
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_meters_go_on_within_an_epoch_and_begin_anew_with_the_next(steps, tmp_path):
+    cfg = make_config("--moe-expert-count", "2")
+    metrics.reset()
+    trainer = make_trainer(cfg)
+    trainer.train_step([make_batch(0)])
+    save(trainer, tmp_path / "last.pt", steps)
+    metrics.reset()
+    make_trainer(cfg).load_checkpoint(str(tmp_path / "last.pt"))
+    assert ("loss" in metrics.get_smoothed_values("default")) == (steps > 0)
 
 
 def _loads(cfg, folder):
