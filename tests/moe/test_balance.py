@@ -18,8 +18,8 @@ from fairseq_tutel.moe import MoELayer
 from fairseq_tutel.moe.recomputation import recalled
 
 M, E = 6, 4
-# tokens of the two ranks in each micro-batch; one with none
-SIZES = [(5, 9), (7, 4), (0, 6)]
+# tokens of the two ranks in each micro-batch, none and one of all among them
+SIZES = [(5, 9), (7, 4), (0, 6), (1, 0)]
 
 
 def make(**options):
