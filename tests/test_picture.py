@@ -116,6 +116,19 @@ def test_pictures_of_all_that_a_run_left(tmp_path, capsys, monkeypatch):
     assert picture.choice_name(EXCHANGES[-1]["choice"]) == "2dh d=4 r=2"
 
 
+def test_a_choice_is_drawn_until_the_next_one(tmp_path, monkeypatch):
+    """The newest one for an update."""
+    from matplotlib.axes import Axes
+
+    drawn = []
+    monkeypatch.setattr(
+        Axes, "hlines", lambda _, y, *span_and_color: drawn.append((y, *span_and_color[:2]))
+    )
+    decisions = [{**EXCHANGES[1], "update": n, "us": us} for n, us in ((4, 4500), (7, 3000))]
+    picture.draw_exchange(decisions, tmp_path / "exchange.png")
+    assert drawn == [(4.5, 4, 7), (3.0, 7, 8)]
+
+
 def test_what_is_missing_is_named(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     assert picture.main([str(tmp_path)]) == 1
