@@ -106,7 +106,7 @@ def environment(host):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0", ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="",
+        MASTER_PORT="0", CUDA_VISIBLE_DEVICES="",
         DS_ACCELERATOR="cpu",
     )  # fmt: skip
     if host == "deepspeed":  # whose collectives in shared memory are compiled for a minute

@@ -1,6 +1,7 @@
 """transformers' Trainer for models with MoE layers."""
 
 import inspect
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -44,12 +45,13 @@ class MoETrainer(Trainer):
     If the experts have LoRA, ``save_model`` also calls ``training.save_lora`` for the folder
     ``experts`` (FINETUNING.md).
 
-    It refuses DeepSpeed, FSDP, ``nn.DataParallel``, re-entrant activation checkpointing together
-    with ``aux_weight``, ``load_best_model_at_end`` together with ``save_only_model``, layers that
-    ``blocks`` cannot hold, adapters that would not be trained or saved (ValueError), and a
-    transformers with other private methods (ImportError). It warns of layers without a balance
-    loss, of a second balance loss (``output_router_logits=True``), and of padding that counts
-    (encoders with decoders). TRL's balance loss is left out unless its arguments ask for it.
+    It refuses DeepSpeed, FSDP, ``nn.DataParallel``, ranks that are not connected, re-entrant
+    activation checkpointing together with ``aux_weight``, ``load_best_model_at_end`` together with
+    ``save_only_model``, layers that ``blocks`` cannot hold, adapters that would not be trained or
+    saved (ValueError), and a transformers with other private methods (ImportError). It warns of
+    layers without a balance loss, of a second balance loss (``output_router_logits=True``), and of
+    padding that counts (encoders with decoders). TRL's balance loss is left out unless its
+    arguments ask for it.
     """
 
     def __init__(
@@ -82,6 +84,11 @@ class MoETrainer(Trainer):
         for name, used in engine.items():
             if used:
                 raise ValueError(f"MoETrainer does not work with {name}: leave it out")
+        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > self.args.world_size:
+            raise ValueError(
+                f"TrainingArguments has connected {self.args.world_size} of the {ranks} ranks that "
+                "torchrun started: give use_cpu=True where there is no GPU"
+            )
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} GPUs in one process: start one process per GPU with torchrun"

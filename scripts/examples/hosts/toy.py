@@ -83,6 +83,7 @@ OPTIONS = {
     "gradient_accumulation_steps": ACCUMULATE, "max_grad_norm": MAX_NORM, "learning_rate": RATE,
     "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential",
     "report_to": "none", "disable_tqdm": True,
+    "use_cpu": not torch.cuda.is_available(),  # else accelerate leaves CPU ranks unconnected
 }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ def train(build, batches, steps, path, scaler=None):
 
     ``scaler``: fairseq_tutel.training.grad_scaler(), for Accelerator(mixed_precision="fp16").
     """
-    accelerator = Accelerator(gradient_accumulation_steps=toy.ACCUMULATE)
+    cpu = not torch.cuda.is_available()  # else accelerate leaves CPU ranks unconnected
+    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=toy.ACCUMULATE)
     model = build()  # <- after the Accelerator, which connects the ranks
     training.prepare_data_parallel(model)  # <- before accelerator.prepare
     if scaler is not None:

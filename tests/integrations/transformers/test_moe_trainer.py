@@ -162,6 +162,15 @@ def test_what_would_lose_experts_or_losses_is_refused(words, tmp_path):
         host_of(model, tmp_path, given, eval_dataset=samples(), blocks=blocks)
 
 
+def test_ranks_that_would_train_alone_are_refused(monkeypatch, tmp_path):
+    """As those of torchrun without GPUs and without use_cpu."""
+    model, _ = replaced()
+    args = host_of(model, tmp_path).args
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="connected 1 of the 2 ranks .* use_cpu=True"):
+        trainer.MoETrainer(model, args)
+
+
 def test_a_load_bias_that_peft_would_lose_is_refused(tmp_path):
     with pytest.raises(ValueError, match="load_bias='sign', which peft does not save"):
         host_of(call_all("RP", "mixtral", load_bias="sign")[0], tmp_path)
