@@ -75,7 +75,8 @@ def _try(first: Option, second: Option) -> None:
     if "expert_fn" not in options:
         options["hidden_dim"] = 4 * WIDTH
     if "gate" in options:
-        options["gate"] = torch.nn.Linear(WIDTH, groups.num_experts)
+        outputs = groups.num_experts + options.get("null_experts", 0)
+        options["gate"] = torch.nn.Linear(WIDTH, outputs)
     layer = MoELayer(WIDTH, groups.num_experts, groups=groups, exchange=exchange, **options)
     if "LoRA" in names:
         training.add_lora(layer, rank=2)
