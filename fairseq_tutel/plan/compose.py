@@ -78,8 +78,9 @@ def _nearest(text: str) -> str:
     sections = [*vars(FairseqConfig()).items()]
     sections += [("model", row.schema) for row in ARCHITECTURES.values()]
     known = dict.fromkeys(f"{name}.{key}" for name, kind in sections for key in _fields(kind))
-    near = difflib.get_close_matches(unknown[1] or unknown[2], known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    key = unknown[1] or unknown[2]
+    near = difflib.get_close_matches(key, known, 1)
+    return f"; did you mean {near[0]}?" if near and near[0] != key else ""
 
 
 def _fields(kind: Any) -> dict[str, dataclasses.Field]:

@@ -84,7 +84,7 @@ REFUSED = [
         ("+model.moe_grow_at=300", "--moe-grow-at 300: expected UPDATE:EXPERTS"),
         ("+model.moe_grow_at=300:512", "--moe-grow-at 300:512 makes no more of 512 experts"),
         ("+model.moe_grow_at=300:700", "300:700: 700 experts cannot be spread over 512 ranks"),
-        ("model.moe_top_k=1", "To append to your config use +model.moe_top_k=1"),
+        ("model.moe_top_k=1", "To append to your config use +model.moe_top_k=1\n"),
         ("+model.moe_topk=1", "Key 'moe_topk' not in 'TransformerLMGPTMoEConfig'"),
         ("+checkpoint.keep_last_epochs=1", "already at 'checkpoint.keep_last_epochs'"),
         # experts in slices
