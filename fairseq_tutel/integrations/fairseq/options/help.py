@@ -30,7 +30,8 @@ _TITLES = {
     "debugging": "Running, measuring and debugging",
 }
 _META_FLAGS = {
-    "accepted without effect": command_line.ACCEPTED | command_line.ACCEPTED_IN_EVALUATION,
+    "ignored": command_line.ACCEPTED,
+    "ignored in evaluation": command_line.ACCEPTED_IN_EVALUATION,
     "refused by language models": command_line.REFUSED_BY_LANGUAGE_MODELS,
     "refused": command_line.REFUSED,
 }
