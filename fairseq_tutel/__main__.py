@@ -18,7 +18,7 @@ usage: python -m fairseq_tutel                     the options to begin with, ot
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0, 1 if fairseq is not installed or no option matches, or 2 for unknown words."""
+    """Return 0, 1 if fairseq is not installed or nothing matches, or 2 for unknown words."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["configs"]:
         sys.stdout.write(f"{CONFIGS}\n")
@@ -38,8 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     if lists:
         from .integrations.fairseq.models.listing import listing
 
-        sys.stdout.write(listing(*arguments[1:]))
-        return 0
+        sys.stdout.write(found := listing(*arguments[1:]))
+        if not found:
+            sys.stderr.write(f"no --arch with experts has {arguments[1]!r} in its name\n")
+        return 0 if found else 1
     from .integrations.fairseq.options import help
 
     if words := arguments[1:] if searches else []:

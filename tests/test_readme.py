@@ -87,6 +87,22 @@ def test_every_fairseq_train_command_is_one(monkeypatch):
     assert seen >= 4
 
 
+def test_every_hydra_command_composes():
+    """With keys that the config has, and a plus sign before others."""
+    pytest.importorskip("fairseq")
+    from fairseq_tutel.plan.compose import load_config
+
+    seen = 0
+    for line in (line for page in PAGES for line in commands(page)):
+        words = shlex.split(line, comments=True)
+        if "fairseq-hydra-train" in words and "..." not in words:
+            name = words[words.index("--config-name") + 1]
+            changes = [word for word in words[words.index(name) + 1 :] if "=" in word]
+            load_config(ROOT / "configs", name, changes)
+            seen += 1
+    assert seen >= 4
+
+
 def test_readmes_command_is_the_recipes():
     """Which a test runs: tests/quickstart/test_whole_runs.py."""
 

@@ -136,8 +136,8 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
     """Draw the pictures of fairseq's ``--save-dir`` and log.
 
     Returns:
-        paths of the pictures; if there is none, a line per picture with the reason, else a line for
-        a given ``log`` without metrics.
+        paths of the pictures; if there is none, a line per picture with the reason, else a line if
+        there is no picture of the loss.
     """
     curves = read_log(log) if log else Curves()
     found = curves if curves.train or curves.valid else None
@@ -163,7 +163,7 @@ def draw_run(folder: Path, log: Path | None, out: Path) -> tuple[list[Path], lis
         else:
             missing.append(f"no {name}: {why}")
     if pictures:  # a run does not write all files
-        missing = [line for line in missing if log and line.startswith("no loss.png")]
+        missing = [line for line in missing if line.startswith("no loss.png")]
     return pictures, missing
 
 

@@ -311,8 +311,8 @@ def _check_options(shared: Mapping[str, Any], src: str) -> None:
             raise CheckpointError(f"{src}: {flag} cannot be combined with experts")
     if _is_lm(shared[MODEL]) and options.get("decoder_normalize_before") is False:
         raise CheckpointError(
-            f"{src}: norms come after the blocks (no --decoder-normalize-before), and language "
-            "models with experts have them before"
+            f"{src}: norms come after the blocks (no --decoder-normalize-before), and this command "
+            "needs them before: give fairseq-train --arch NAME_moe --finetune-from-model instead"
         )
 
 

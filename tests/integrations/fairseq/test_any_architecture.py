@@ -91,6 +91,7 @@ def test_every_name_of_the_registry_has_one_with_experts():
     assert models.MODEL_DATACLASS_REGISTRY["wav2vec2"].__dataclass_fields__.keys() < sparse.keys()
 
 
+@pytest.mark.long
 def test_the_listing_names_stacks_or_why_there_are_none():
     """The page has the same rows; those that the long table trains say so."""
     page = Path(listing_module.__file__).parents[1] / "ARCHITECTURES.md"

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 
+import pytest
 from helpers.commands import ROOT, SMALL_LM, fairseq_command, logged, run
 
 from fairseq_tutel.command_line import quiet
@@ -87,6 +88,7 @@ def test_evaluation_shows_neither_hydras_notes_nor_the_whole_config(programs):
         assert not [line for line in done.text.splitlines() if len(line) > 2000]
 
 
+@pytest.mark.long
 def test_the_launcher_starts_hydra_without_warnings_in_the_directory_it_is_in(tmp_path):
     words = """-m fairseq_tutel.launch --nproc-per-node 1 -- fairseq-hydra-train
         --config-name tiny_cpu optimization.max_update=1 checkpoint.save_dir=saved"""

@@ -35,12 +35,12 @@ def listing(word: str = "") -> str:
             classes.setdefault(models.ARCH_MODEL_NAME_REGISTRY[arch], []).append(arch)
     rows = ["| names | model class | verdict | layers that can get experts |", "|---|---|---|---|"]
     for name, archs in classes.items():
-        if any(word in each for each in (name, *archs)):
+        if any(word in f"{each}{ENDING}" for each in (name, *archs)):
             names = ", ".join(f"`{arch}{ENDING}`" for arch in archs)
             verdict, layers = _verdict(archs)
             verdict = "trains" if name in TRAINED else verdict
             rows.append(f"| {names} | {name} | {verdict} | {layers} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 
 def _verdict(archs: list[str]) -> tuple[str, str]:

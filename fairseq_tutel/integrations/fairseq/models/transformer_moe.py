@@ -17,7 +17,7 @@ from .moe_stack import MoEModel
 from .transformer_fields import FlatTransformerConfig, fill_sizes
 from .transformer_stacks import MoETransformerDecoder, MoETransformerEncoder, Sparsity
 
-_SIDE = "--moe-freq of the {} alone (transformer_moe); the larger of the two counts"
+_SIDE = "--moe-freq of the {} alone (transformer_moe); with it --moe-freq defaults to 0"
 _WIDTH = "> 0: dense layers of this FFN width instead of the {}'s MoE layers"
 
 
