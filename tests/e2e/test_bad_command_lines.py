@@ -108,6 +108,7 @@ def test_an_error_is_one_line(case, programs, tmp_path):
         assert fragment.format(tmp=tmp_path) in said
 
 
+@pytest.mark.long
 def test_a_process_of_its_own_prints_the_same(programs, tmp_path):
     """The others run forked from one that has made the imports (helpers/program_server.py)."""
     words = _words(OURS[0][0], tmp_path)

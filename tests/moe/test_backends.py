@@ -148,7 +148,9 @@ def test_each_dtype_equals_fp64_to_its_rounding(dtype, autocast, factor, device,
     ("name", "case"),
     [
         ("torch", "clamped with biases"),
-        pytest.param("triton", "top-2 with drops", marks=pytest.mark.interpreted),
+        pytest.param(
+            "triton", "top-2 with drops", marks=[pytest.mark.interpreted, pytest.mark.long]
+        ),
     ],
 )
 def test_compiles_in_a_process_that_has_not_run_it_yet(name, case, monkeypatch, caplog):

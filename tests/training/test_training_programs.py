@@ -64,5 +64,6 @@ assert training.load_checkpoint(path, MoELayer(8, 2)) == {"step": 3}
 """
 
 
+@pytest.mark.long
 def test_without_the_names_of_posix(tmp_path):
     commands.run([sys.executable, "-c", _PROGRAM, str(tmp_path / "run" / "checkpoint_last.pt")])

@@ -18,7 +18,13 @@ RUNS = {"top2_world1": 1, "top2_world2": 2, "top1_world2": 2, "top2_world2_normb
 CASES = [
     *((run, "legacy_ddp", "cpu", "") for run in RUNS),
     # the degree and what is kept for the backward pass change the order of sums
-    ("top2_world2", "pytorch_ddp", "cpu", "--moe-overlap-degree 4 --moe-activation-memory lean"),
+    pytest.param(
+        "top2_world2",
+        "pytorch_ddp",
+        "cpu",
+        "--moe-overlap-degree 4 --moe-activation-memory lean",
+        marks=pytest.mark.long,
+    ),
     pytest.param("top2_world1", "legacy_ddp", "cuda", "", marks=pytest.mark.gpu),
 ]
 ARCH = "transformer_lm_gpt_moe"
@@ -57,6 +63,7 @@ def test_golden_run(run, backend, device, more, tmp_path, monkeypatch, programs)
     assert sum(bool(re.search(r"rank-.*\.experts\.", key)) for key in names) == expected_experts
 
 
+@pytest.mark.long
 def test_fp16_statistics_train_it_within_the_documented_error(programs, tmp_path):
     """Meta's implementation was trained with fp32 Adam."""
     run, ranks = "top2_world2", 2
