@@ -16,6 +16,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from fairseq_tutel.distributed import process_world
+from fairseq_tutel.integrations.fairseq.models.conditional_routing import ConditionalRoutingOptions
+from fairseq_tutel.integrations.fairseq.options.options import MoEOptions
 
 VOCABULARY = 32  # 4 special symbols included
 LENGTH = 8
@@ -42,17 +44,21 @@ def make_config(*given: str, moe: bool = True) -> DictConfig:
 
 _CONVERTED: dict[tuple[object, ...], DictConfig] = {}
 _CHOICES = ("arch", "task", "criterion", "optimizer", "lr_scheduler", "bpe", "tokenizer", "scoring")
+# those of experts, which are among the arguments only where they are given
+_OWN = {*MoEOptions.__dataclass_fields__, *ConditionalRoutingOptions.__dataclass_fields__}
 
 
 def convert(args: argparse.Namespace) -> DictConfig:
     """What fairseq makes of parsed arguments; Hydra composes once for those of the same names.
 
-    Composing takes a third of a second. Values of later arguments are put where fairseq's overrides
-    would put them: into the field of their name, in every group that has one.
+    Composing takes a third of a second. It is done without the options of experts. The values of all
+    arguments are put where fairseq's overrides would put them: into the field of their name, in
+    every group that has one.
     """
-    choices = *(getattr(args, name, None) for name in _CHOICES), *sorted(vars(args))
+    common = {name: value for name, value in vars(args).items() if name not in _OWN}
+    choices = *(getattr(args, name, None) for name in _CHOICES), *sorted(common)
     if choices not in _CONVERTED:
-        _CONVERTED[choices] = convert_namespace_to_omegaconf(args)
+        _CONVERTED[choices] = convert_namespace_to_omegaconf(argparse.Namespace(**common))
     cfg = copy.deepcopy(_CONVERTED[choices])
     for group in cfg.values():
         if isinstance(group, argparse.Namespace):  # of a class without a dataclass: all arguments
