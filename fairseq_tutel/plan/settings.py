@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from fairseq.data.data_utils import infer_language_pair
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
@@ -323,11 +324,14 @@ def _vocabulary(config: DictConfig, translates: bool) -> int:
         words = 49996 if words is None else words
         return -(-(words + 4) // 8) * 8  # <s> <pad> </s> <unk>, padded to a multiple of 8
     # other tasks add their own symbols
+    data = of_task("data")
+    folder = Path(str(data).split(":")[0])
     languages = [of_task("source_lang"), of_task("target_lang")]
+    if translates and None in languages and folder.is_dir():
+        languages = infer_language_pair(folder)  # as the task does
     both = translates and of_task("_name") == "translation" and all(languages)
     names = [f"dict.{language}.txt" for language in languages] if both else ["dict.txt"]
-    data = of_task("data")
-    files = [Path(str(data).split(":")[0]) / name for name in names]
+    files = [folder / name for name in names]
     if translates and not both:
         raise ValueError("the size of a translation's dictionary is unknown: give vocabulary=N")
     if not data or not all(file.is_file() for file in files):

@@ -243,7 +243,7 @@ MODES = {
     "meta": (meta_points, lambda ranks: LayerShape(2048, 256, 256, 2 * ranks)),
     "share": (share_points, lambda ranks: LayerShape(1024, 256, 1024, 16 * ranks)),
     "load": (load_points, lambda ranks: LayerShape(2048, 256, 1024, 4 * ranks, 2, 0.0)),
-    "r": (r_points, lambda ranks: LayerShape(64, 128, 2048, max(1, ranks // 4))),
+    "r": (r_points, lambda ranks: LayerShape(64, 128, 2048, max(2, ranks // 4))),
     "tuner": (tuner_points, lambda ranks: LayerShape(64, 256, 384, 2)),
 }
 OPTIONS = {

@@ -7,6 +7,7 @@ layers at several shapes, with 95 % intervals.
 balance.png: rows of 4 ranks without and with help, and the time of a step with busy ranks.
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -128,6 +129,7 @@ def _loads(axis, parts, title):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     quiet_logs()
     for name, function in (("overview.png", draw), ("balance.png", draw_balance)):
         function(FIGURES / name)

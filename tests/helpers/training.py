@@ -51,9 +51,9 @@ _OWN = {*MoEOptions.__dataclass_fields__, *ConditionalRoutingOptions.__dataclass
 def convert(args: argparse.Namespace) -> DictConfig:
     """What fairseq makes of parsed arguments; Hydra composes once for those of the same names.
 
-    Composing takes a third of a second. It is done without the options of experts. The values of all
-    arguments are put where fairseq's overrides would put them: into the field of their name, in
-    every group that has one.
+    Composing takes a third of a second. It is done without the options of experts. All arguments
+    are put where fairseq's overrides would put them: into the field of their name, in every group
+    that has one.
     """
     common = {name: value for name, value in vars(args).items() if name not in _OWN}
     choices = *(getattr(args, name, None) for name in _CHOICES), *sorted(common)

@@ -66,10 +66,12 @@ def test_a_sentence_counts_in_attention_alone():
     assert long - short == 3 * 12 * 4 * 16 * 64
 
 
-def test_a_data_bin_tells_its_dictionarys_size(tmp_path):
+@pytest.mark.parametrize("languages", ["-s de -t en", ""])
+def test_a_data_bin_tells_its_dictionarys_size(tmp_path, languages):
     for side in ("de", "en"):
         (tmp_path / f"dict.{side}.txt").write_text("a 1\nb 1\n", encoding="utf-8")
-    words = ["--task", "translation", str(tmp_path), "-s", "de", "-t", "en"]
+        (tmp_path / f"train.de-en.{side}.idx").touch()
+    words = ["--task", "translation", str(tmp_path), *languages.split()]
     name, config = load_command(
         ["fairseq-train", *words, "--arch", "transformer_moe", "--moe-expert-count", "4",
          "--optimizer", "adam", "--max-tokens", "600"]

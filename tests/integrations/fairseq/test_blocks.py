@@ -18,19 +18,23 @@ def test_the_perplexity_of_nothing_is_an_error():
         evaluation.eval_lm(lambda *args: {"loss": 0.0}, [model], SimpleNamespace(pad=lambda: 1), [])
 
 
-def test_a_prompt_of_words_that_the_dictionary_lacks_is_told_once(caplog):
-    """As from_pretrained without bpe= and sentencepiece_model= makes of every prompt."""
+@pytest.mark.parametrize("word, hints", [("Upon", 1), ("\u2581Upon", 0)])
+def test_a_prompt_of_words_that_the_dictionary_lacks_is_told_once(caplog, word, hints):
+    """As from_pretrained without bpe= and sentencepiece_model= makes of every prompt.
+
+    A text that has been split into pieces needs no hint of these.
+    """
     folder, data = ROOT / "tests/golden/top2_world1/final", ROOT / "tests/golden/data_world1"
     with caplog.at_level("INFO"):
         lm = TransformerLMGPTMoE.from_pretrained(str(folder), "checkpoint_last.pt", str(data))
         assert "transformer_lm" not in caplog.text  # stock prints the whole config
         lm.encode("a")
         assert "<unk>" not in caplog.text
-        lm.encode("a Upon zzz")
+        lm.encode(f"a {word} zzz")
         lm.encode("zzz")
     assert caplog.text.count("2 of the 3 words of the text are not in the dictionary") == 1
-    assert caplog.text.count("<unk> ('Upon', 'zzz')") == 1
-    assert caplog.text.count("--sentencepiece-model") == 1
+    assert caplog.text.count(f"<unk> ({word!r}, 'zzz')") == 1
+    assert caplog.text.count("--sentencepiece-model") == hints
 
 
 def test_a_small_model_generates_on_one_thread_unless_the_user_says_otherwise(monkeypatch):

@@ -211,6 +211,12 @@ def prepare_generation(models, task) -> None:
         _limit_threads(models)
 
 
+_PIECES = (
+    "; if the data was made of sentencepieces, give --bpe sentencepiece --sentencepiece-model FILE "
+    "(from_pretrained: bpe=, sentencepiece_model=)"
+)
+
+
 def _encode_line(dictionary, line, *args, **kwargs):
     """Run ``dictionary.encode_line``, and warn of the first text with unknown words."""
     ids = type(dictionary).encode_line(dictionary, line, *args, **kwargs)
@@ -219,12 +225,11 @@ def _encode_line(dictionary, line, *args, **kwargs):
     if unknown:
         del dictionary.encode_line  # once
         logger.warning(
-            "%d of the %d words of the text are not in the dictionary and become <unk> (%s); if "
-            "the data was made of sentencepieces, give --bpe sentencepiece --sentencepiece-model "
-            "FILE (from_pretrained: bpe=, sentencepiece_model=)",
+            "%d of the %d words of the text are not in the dictionary and become <unk> (%s)%s",
             len(unknown),
             len(words),
             ", ".join(map(repr, unknown[:5])),
+            "" if "\u2581" in line else _PIECES,  # it begins a piece's word
         )
     return ids
 
