@@ -86,7 +86,7 @@ class Checksums:
         self._path = path
         self._listed: set[tuple[int, int]] = set()  # (bytes, checksum)
         wanted = os.environ.get("FAIRSEQ_TUTEL_CHECKSUMS", "1") not in ("", "0")
-        if not wanted or not zipfile.is_zipfile(path):
+        if not wanted or not _is_archive(path):
             return
         try:
             archive = zipfile.ZipFile(path)
@@ -117,9 +117,17 @@ class Checksums:
                     raise _wrong_checksum(self._path, name)
 
 
+def _is_archive(path: str) -> bool:
+    """Return whether the file is a zip; CheckpointError if its end is damaged."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{path}: is damaged ({error})") from None
+
+
 def verify_file(path: str) -> None:
     """Read the whole file; raise CheckpointError naming the first part with a wrong checksum."""
-    if zipfile.is_zipfile(path):  # torch's format before 1.6 has no checksums
+    if _is_archive(path):  # torch's format before 1.6 has no checksums
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 if _is_damaged(archive, info):
@@ -154,7 +162,7 @@ def _check_container(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             magic = file.read(len(_ZIP_MAGIC))
-            complete = magic == _ZIP_MAGIC and zipfile.is_zipfile(file)
+            complete = magic == _ZIP_MAGIC and _is_archive(path)
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None

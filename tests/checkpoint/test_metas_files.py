@@ -173,7 +173,9 @@ def test_inspect_counts_every_expert_once(published):
     assert report["consistent"], report["problems"]
     assert (report["num_experts"], report["num_rank_files"], report["replicas"]) == (E, E, E)
     assert report["moe_layers"] == SPARSE
-    assert report["params_total"] == sum(tensor.numel() for tensor in whole.values())
+    # fairseq 0.12.2 has a buffer of one number more on each side
+    params = [tensor for name, tensor in whole.items() if not name.endswith("._float_tensor")]
+    assert report["params_total"] == sum(tensor.numel() for tensor in params)
     assert (report["num_updates"], report["optimizer_state"]) == (300000, "foreign")
     assert f"set of {E} rank files and {E} that repeat them" in format_report(report)
 

@@ -19,7 +19,7 @@ NAT = "--task translation_lev --criterion nat_loss --share-all-embeddings --appl
 FULL_MASK = " --noise full_mask --pred-length-offset --length-loss-factor 0.1"
 S2T = "--task speech_to_text --max-tokens 4000" + SMOOTHED
 CONV = " --conv-channels 16"
-CONFORMER = " --attn-type espnet --pos-enc-type rel_pos --depthwise-conv-kernel-size 3"
+CONFORMER = " --attn-type espnet --pos-enc-type rel_pos"
 # a wav2vec model: a step of 20 samples, 16 numbers
 WAVES = (
     """

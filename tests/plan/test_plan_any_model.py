@@ -130,8 +130,8 @@ def test_counts_are_those_of_the_built_model(name, options, folder):
 
 def test_the_memory_is_that_of_weights_and_their_update(folder):
     """On one rank; the estimate of a run builds the model with the run's own task."""
-    cfg = _config("bart", folder)
-    kinds = plan_model(cfg, "bart", A100).at_update
+    cfg = _config("roberta", folder)
+    kinds = plan_model(cfg, "roberta", A100).at_update
     task = tasks.setup_task(cfg.task)
     model = task.build_model(cfg.model)
     assert kinds == memory_of_model(cfg, 1, task)

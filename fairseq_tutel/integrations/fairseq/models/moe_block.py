@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from fairseq.models.transformer import TransformerConfig
@@ -195,16 +195,34 @@ class MoETransformerDecoderLayer(MoEBlock, TransformerDecoderLayerBase):
     pad_mask_argument = "self_attn_padding_mask"
 
 
-class MoETransformerEncoderLayer(MoEBlock, TransformerEncoderLayerBase):
-    """Encoder layer with experts, without the second copy of weights that fairseq 0.12.2 keeps."""
+class OneCopyEncoderLayer(TransformerEncoderLayerBase):
+    """Stock encoder layer without the second copy of its weights that fairseq 0.12.2 keeps.
 
-    pad_mask_argument = "encoder_padding_mask"
+    The copy is for torch's own encoder layer, which does not run beside experts. Parameters without
+    use would take memory and stop ``--ddp-backend pytorch_ddp``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._drop_copy()
+
+    @classmethod
+    def convert(cls, layer: torch.nn.Module) -> None:
+        """Make one of a stock layer, whose builder names the class, if it has the copy."""
+        if "fc1_weight" in layer._parameters:
+            layer.__class__ = cls
+            cast("OneCopyEncoderLayer", layer)._drop_copy()
+
+    def _drop_copy(self) -> None:
         for part in ("in_proj", "out_proj", "fc1", "fc2"):
             for kind in ("weight", "bias"):
                 self._parameters.pop(f"{part}_{kind}", None)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         torch.nn.Module._load_from_state_dict(self, *args)
+
+
+class MoETransformerEncoderLayer(MoEBlock, OneCopyEncoderLayer):
+    """Encoder layer with experts."""
+
+    pad_mask_argument = "encoder_padding_mask"

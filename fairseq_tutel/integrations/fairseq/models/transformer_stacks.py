@@ -18,7 +18,12 @@ from ....distributed import StepAgreement
 from ....moe import MoELayer
 from ....tuning import ExchangeTuner
 from .conditional_routing import ConditionalRouting
-from .moe_block import ForwardScope, MoETransformerDecoderLayer, MoETransformerEncoderLayer
+from .moe_block import (
+    ForwardScope,
+    MoETransformerDecoderLayer,
+    MoETransformerEncoderLayer,
+    OneCopyEncoderLayer,
+)
 from .moe_stack import LayerFactory, agree, reports_to_extra
 from .shared_decoding import SharedDecoding
 
@@ -102,10 +107,11 @@ class MoETransformerEncoder(MoEStack, TransformerEncoderBase):
         # dense layers of fairseq 0.12.2 would take nested tensors, which experts cannot, and call
         # torch's own encoder layer, with arguments that torch 2 refuses
         layer.can_use_fastpath = False
+        OneCopyEncoderLayer.convert(layer)
         return layer
 
     def upgrade_state_dict_named(self, state_dict, name):
-        """Drop the second copies of weights that 0.12.2's dense layers save; loading makes them."""
+        """Drop the second copies of weights that 0.12.2's dense layers save."""
         for key in [key for key in state_dict if _SECOND_COPY.fullmatch(key)]:
             del state_dict[key]
         return super().upgrade_state_dict_named(state_dict, name)
