@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -117,10 +117,10 @@ class Checksums:
                     raise _wrong_checksum(self._path, name)
 
 
-def _is_archive(path: str) -> bool:
-    """Return whether the file is a zip; CheckpointError if its end is damaged."""
+def _is_archive(path: str, file: IO[bytes] | None = None) -> bool:
+    """Return whether a file, maybe open, is a zip; CheckpointError if its end is damaged."""
     try:
-        return zipfile.is_zipfile(path)
+        return zipfile.is_zipfile(file or path)
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{path}: is damaged ({error})") from None
 
@@ -162,7 +162,7 @@ def _check_container(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             magic = file.read(len(_ZIP_MAGIC))
-            complete = magic == _ZIP_MAGIC and _is_archive(path)
+            complete = magic == _ZIP_MAGIC and _is_archive(path, file)
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None

@@ -328,7 +328,7 @@ def _vocabulary(config: DictConfig, translates: bool) -> int:
     folder = Path(str(data).split(":")[0])
     languages = [of_task("source_lang"), of_task("target_lang")]
     if translates and None in languages and folder.is_dir():
-        languages = infer_language_pair(folder)  # as the task does
+        languages = infer_language_pair(str(folder))  # as the task does
     both = translates and of_task("_name") == "translation" and all(languages)
     names = [f"dict.{language}.txt" for language in languages] if both else ["dict.txt"]
     files = [folder / name for name in names]

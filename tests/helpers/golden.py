@@ -22,9 +22,8 @@ LEFT_AT_0 = (
 OF_LANGUAGES = ("cmr_", "median_prefix_count_")
 # one unit of the last digit that is logged
 UNIT = {"moe_gate_loss": 1e-5, "ppl": 1e-2}
-# What fairseq 0.12.2 saves and main does not: a buffer without content (as Meta's branches), and
-# a second copy of the weights of dense encoder layers.
-_OF_HOSTS = re.compile(r"embed_positions\._float_tensor|(in_proj|out_proj|fc[12])_(weight|bias)$")
+# What fairseq 0.12.2 saves and main does not: a buffer without content, as Meta's branches.
+_OF_HOSTS = re.compile(r"embed_positions\._float_tensor")
 # Updates in which all digits are the same on every CPU. Later, other rounding may send a token
 # whose two best experts are nearly equal to the other one.
 SAME_DIGITS = 10

@@ -208,7 +208,7 @@ class OneCopyEncoderLayer(TransformerEncoderLayerBase):
 
     @classmethod
     def convert(cls, layer: torch.nn.Module) -> None:
-        """Make one of a stock layer, whose builder names the class, if it has the copy."""
+        """Make a stock layer one of these if it has the copy; fairseq's builder names its class."""
         if "fc1_weight" in layer._parameters:
             layer.__class__ = cls
             cast("OneCopyEncoderLayer", layer)._drop_copy()
